@@ -3,11 +3,11 @@
     >>> import synkhronos.compat  # the program's first line
 
 Where Theano 1.0.5 is installed, ``import theano`` imports it; this package then patches it (`theano_patches`) and
-provides modules that programs of its time import.  Where it is not installed, an import hook (`import_hooks`)
+provides old modules that programs for Theano import.  Where it is not installed, an import hook (`import_hooks`)
 provides ``theano``, ``theano.tensor``, ... from modules that are built on PyTensor.  The environment variable
 ``SYNKHRONOS_THEANO`` selects one of the two: ``theano`` or ``pytensor``.
 
-The package could be a distribution of its own.  Its interface with the rest of Synkhronos:
+The package could be a separate distribution.  Its interface with the rest of Synkhronos:
 
 - It imports ``linker``, ``numpy_op`` and ``bounded_canonizer`` of ``synkhronos.lowering``, which translate PyTensor's
   functions to JAX.
@@ -59,7 +59,7 @@ def install() -> str:
     import_hooks.install_finder(import_hooks.find_shim, is_last=True)
     import_hooks.install_finder(import_hooks.find_platoon)
     import_hooks.install_finder(import_hooks.find_theanompi)
-    if import_hooks.is_installed(import_hooks.find_theano):
+    if import_hooks.is_hook_installed(import_hooks.find_theano):
         return "pytensor"
     selected = os.environ.get(LIBRARY_VARIABLE, "")
     if selected not in ("", "theano", "pytensor"):

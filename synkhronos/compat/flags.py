@@ -159,7 +159,8 @@ class Config:
     def change_flags(self, **flags: Any) -> Any:
         """Return a context manager and decorator that changes PyTensor's flags.
 
-        Other flags are ignored, even those that Theano lacks, too, for which an assignment raises AttributeError.
+        Flags that PyTensor lacks are ignored.  Flags that Theano lacks are ignored too, although assigning one raises
+        AttributeError.
         """
         named = {_to_pytensor_name(name): value for name, value in flags.items()}
         return self._config.change_flags(**{n: v for n, v in named.items() if hasattr(self._config, n)})

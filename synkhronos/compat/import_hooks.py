@@ -1,10 +1,10 @@
 """Import hooks that provide modules under the names of other libraries.
 
 - `find_theano`: ``theano`` on PyTensor.  ``theano.a.b`` is the file ``theano/a/b.py`` of this package, or an entry of
-  `RE_EXPORTS`.  Modules and names that are missing there raise errors that say so.
+  `RE_EXPORTS`.  Missing modules and names raise errors whose message names them.
 - `find_platoon`: ``platoon``, the package `synkhronos.compat.platoon`.
-- `find_theanompi`: ``theanompi``, with this library's rules, and the user's copy of Theano-MPI for all else.
-- `find_shim`: modules that programs of Theano's time import, and that are missing today.
+- `find_theanompi`: ``theanompi``, with this library's rules.  All else is imported from the user's copy of Theano-MPI.
+- `find_shim`: old modules that programs for Theano import, and that are missing today.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ _SHIMS = {
 _PLATOON = "synkhronos.compat.platoon"
 _IMPORT_FROM_OPCODE = dis.opmap["IMPORT_FROM"]
 #: Function of a module's full name and its package's path that returns the module's spec.
-FindFunction = Callable[[str, Sequence[str] | None], importlib.machinery.ModuleSpec | None]
+FindSpec = Callable[[str, Sequence[str] | None], importlib.machinery.ModuleSpec | None]
 
 
-class FunctionFinder(importlib.abc.MetaPathFinder):
-    """Finder that asks a function for the spec of a module, by its full name and its package's path."""
+class CallableFinder(importlib.abc.MetaPathFinder):
+    """Finder that calls ``function`` for the spec of a module."""
 
-    def __init__(self, find: FindFunction):
-        self.find = find
+    def __init__(self, function: FindSpec):
+        self.function = function
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the function's spec; None for modules of other finders."""
-        return self.find(fullname, path)
+        """Return the spec that the function returns; None for modules of other finders."""
+        return self.function(fullname, path)
 
 
-def is_installed(find: FindFunction) -> bool:
-    """Whether the import system asks a function for specs."""
-    return any(isinstance(finder, FunctionFinder) and finder.find is find for finder in sys.meta_path)
+def is_hook_installed(find_spec: FindSpec) -> bool:
+    """Whether the import system calls ``find_spec``."""
+    return any(isinstance(finder, CallableFinder) and finder.function is find_spec for finder in sys.meta_path)
 
 
-def install_finder(find: FindFunction, is_last: bool = False) -> None:
-    """Ask a function for specs before all other finders, or after them; do nothing if it is asked already."""
-    if not is_installed(find):
-        sys.meta_path.insert(len(sys.meta_path) if is_last else 0, FunctionFinder(find))
+def install_finder(find_spec: FindSpec, is_last: bool = False) -> None:
+    """Make the import system call ``find_spec`` before all other finders, or after them, unless it already does."""
+    if not is_hook_installed(find_spec):
+        sys.meta_path.insert(len(sys.meta_path) if is_last else 0, CallableFinder(find_spec))
 
 
 def find_theano(fullname: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
@@ -75,9 +75,9 @@ def find_theano(fullname: str, path: Sequence[str] | None) -> importlib.machiner
     if fullname in RE_EXPORTS:
         return importlib.machinery.ModuleSpec(fullname, _ReExportLoader(), is_package=True)
     if not file.exists():
-        # Without `name` set, since `from package import module` would swallow it.
+        # The error has no `name`, since `from package import module` would swallow an error with the name.
         raise ModuleNotFoundError(explain_unsupported(fullname))
-    # Every module is a package, so that Python asks this function for modules that it lacks.
+    # Every module is a package, so that Python calls this function for submodules that do not exist.
     locations = [str(location)] if location.is_dir() else []
     return importlib.util.spec_from_file_location(
         fullname, file, loader=_FileLoader(fullname, str(file)), submodule_search_locations=locations
@@ -107,7 +107,7 @@ class _ReExportLoader(importlib.abc.InspectLoader):
 
 
 def _add_missing_name_errors(module: ModuleType) -> None:
-    """Add a ``__getattr__`` to a module, which raises an error for names that it lacks."""
+    """Add a ``__getattr__`` to a module that raises an error for missing names."""
     own_getattr: Callable[[str], Any] | None = module.__dict__.get("__getattr__")
 
     def getattr_(name: str) -> Any:
@@ -172,10 +172,10 @@ def replace_platoon() -> None:
 
 
 class _AliasLoader(importlib.abc.Loader):
-    """Loader of a module that has another name, too: the next finder would load it again."""
+    """Loader of a module that is also imported under the name of this package.  Other loaders would load it twice."""
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        """Return the one module that both names refer to."""
+        """Return the module of this package, to which both names refer."""
         return importlib.import_module(f"synkhronos.compat.{spec.name}")
 
     def exec_module(self, module: ModuleType) -> None:

@@ -1,6 +1,6 @@
 """Theano's random streams on NumPy's generators.
 
-The numbers differ from Theano's for the same seed.  Each variable draws from a shared generator of its own, which
+The numbers differ from Theano's for the same seed.  Each variable draws from its own shared generator, which
 functions update as they draw.  Synkhronos jumps to another place in its stream on each rank.
 """
 
@@ -49,7 +49,7 @@ class RandomStreams:
         return list(self.state_updates)
 
     def seed(self, seed: Any = None) -> None:
-        """Restart all streams from a seed, by default that of the constructor."""
+        """Restart all streams from a seed, by default the seed of the constructor."""
         self._sequence = np.random.SeedSequence(self.default_instance_seed if seed is None else seed)
         for (generator, _), seed_sequence in zip(
             self.state_updates, self._sequence.spawn(len(self.state_updates)), strict=True
@@ -64,13 +64,13 @@ class RandomStreams:
         cast_to: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Return a random variable of PyTensor with a generator of its own, transformed and cast."""
+        """Return a random variable of PyTensor with its own generator, transformed and cast."""
         if "size" in kwargs:
             kwargs["size"] = _to_size(kwargs["size"])
         (seed_sequence,) = self._sequence.spawn(1)
         generator = pytensor.shared(np.random.default_rng(seed_sequence), borrow=True)
         with warnings.catch_warnings():
-            # Newer PyTensor wants an argument that older versions lack: whether to return the next state too.
+            # Newer PyTensor requires an argument that older versions lack: whether to return the next state.
             warnings.filterwarnings("ignore", "RandomVariable Ops will stop hiding", DeprecationWarning)
             variable = distribution(*parameters, rng=generator, **kwargs)
         # The result of some draws is an expression above the node that uses the generator.
@@ -146,7 +146,7 @@ class RandomStreams:
     ) -> Any:
         """Draw the number of successes in ``n`` trials, each with probability ``p``."""
         if isinstance(n, int | np.integer) and n == 1:
-            # A comparison is much cheaper than the general algorithm; dropout draws so.
+            # A comparison is much cheaper than the general algorithm.  Dropout uses it.
             p = pt.as_tensor_variable(p)
             return self._draw_uniform(
                 p.shape if size is None else size, lambda uniforms: pt.lt(uniforms, p).astype(dtype)

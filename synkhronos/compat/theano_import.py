@@ -10,7 +10,7 @@ import sys
 def import_theano_before_fork(on_gpu: bool) -> None:
     """Set the graph libraries' flags and import ``theano``, without mpi4py, in the process that will fork the ranks.
 
-    - Ranks that imported Theano each by itself would wait for one another's lock of its compiler.
+    - If each rank imported Theano by itself, ranks would wait for the lock of Theano's compiler.
     - Theano imports mpi4py where it is installed, for Ops that send and receive, and so initializes MPI.  Forked ranks
       would be copies of one MPI process, which may not call MPI, and a run that is killed would leave MPI's shared
       memory in /dev/shm.  So Theano is imported as if mpi4py were missing.  A program that imports mpi4py itself

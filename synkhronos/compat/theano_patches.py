@@ -41,7 +41,7 @@ class _PatchLoader(importlib.machinery.SourceFileLoader):
 
 def install() -> None:
     """Patch Theano, disable its C code for scans, and set a BLAS in THEANO_FLAGS if none is set or found."""
-    if not import_hooks.is_installed(_find_patched):
+    if not import_hooks.is_hook_installed(_find_patched):
         import_hooks.install_finder(_find_patched)
         for name, patch in _PATCHES.items():
             if name in sys.modules:
@@ -70,7 +70,7 @@ def find_blas_flags() -> str:
 
 
 def _has_blas_flag() -> bool:
-    """Whether THEANO_FLAGS or a .theanorc file sets blas.ldflags; they are read as Theano reads them."""
+    """Whether THEANO_FLAGS or a .theanorc file sets blas.ldflags; the files are found and parsed as in Theano."""
     flags = os.environ.get("THEANO_FLAGS", "").split(",")
     if any(flag.split("=")[0].strip() == "blas.ldflags" for flag in flags):
         return True
@@ -84,7 +84,7 @@ def _has_blas_flag() -> bool:
 
 
 def _can_theano_find_blas() -> bool:
-    """Whether Theano's own search works, which reads NumPy's build configuration."""
+    """Whether Theano's own search for a BLAS works.  It reads NumPy's build configuration."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         try:

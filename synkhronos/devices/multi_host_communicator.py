@@ -37,8 +37,8 @@ from synkhronos.hosts.pipes import (
     N_FRAMES,
     UP_IN,
     UP_OUT,
-    Pipe,
-    PipeLayout,
+    LinkMemory,
+    PipeEnd,
 )
 from synkhronos.ranks import Rank
 
@@ -52,10 +52,10 @@ class MultiHostCommunicator(SharedMemoryCommunicator):
 
     def __init__(self, rank: Rank):
         super().__init__(rank)
-        layout, self._local_ranks = PipeLayout(rank.control), rank.local_ranks
-        self._n_next_hosts = layout.n_next_hosts
+        link_memory, self._local_ranks = LinkMemory(rank.control), rank.local_ranks
+        self._n_next_hosts = link_memory.n_next_hosts
         self._up_out, self._up_in, self._down_out, self._down_in, self._local = (
-            Pipe(rank, layout, pipe) for pipe in (UP_OUT, UP_IN, DOWN_OUT, DOWN_IN, LOCAL_STREAM)
+            PipeEnd(rank, link_memory, pipe) for pipe in (UP_OUT, UP_IN, DOWN_OUT, DOWN_IN, LOCAL_STREAM)
         )
         self._is_first, self._is_last = self._local_ranks.start == 0, self._local_ranks.stop == rank.size
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from synkhronos.devices import NUMPY, ArrayLayout
 from synkhronos.function.output_op import Accumulator, OutputOp
-from synkhronos.ranks import MAX_SLOT_NBYTES, Rank
+from synkhronos.ranks import MAX_PAYLOAD_NBYTES, Rank
 
 #: Size in bytes up to which an array's contents are gathered together with its shape.
 MAX_SMALL_NBYTES = 1 << 12
@@ -116,7 +116,7 @@ class RankOutputs(NamedTuple):
             size = (
                 None if outputs.spec.scalar_dtypes is None else _make_record_dtype(outputs.spec.scalar_dtypes).itemsize
             )
-            if pending and (size is None or nbytes + size > MAX_SLOT_NBYTES):
+            if pending and (size is None or nbytes + size > MAX_PAYLOAD_NBYTES):
                 results += _reduce_scalars(rank, pending)
                 pending, nbytes = [], 0
             if size is None:

@@ -37,7 +37,7 @@ import numpy as np
 from synkhronos.hosts.host_list import compute_ranks_by_host, describe_host
 from synkhronos.hosts.messenger import CHUNK_NBYTES, MAX_UNSENT_MESSAGES, MessageType, Messenger
 from synkhronos.hosts.page_table import PAGE_NBYTES, PageTable, find_pages, view_pages
-from synkhronos.hosts.pipes import FAILURE_NBYTES, FrameTransport, PipeLayout
+from synkhronos.hosts.pipes import FAILURE_NBYTES, FrameTransport, LinkMemory
 from synkhronos.hosts.program_agent import ProgramAgent
 from synkhronos.ranks.agreement import BarrierTally, record_last_common_barrier
 from synkhronos.ranks.control_memory import (
@@ -69,7 +69,8 @@ _HEARTBEAT_SECONDS = 0.2
 _CHECK_SECONDS = 0.02
 #: Seconds without an event up to which an agent polls without sleeping.
 _POLL_SECONDS = 1e-3
-#: Seconds without an event up to which an agent's sleeps are short; later ones are a hundredth of that time.
+#: Seconds without an event up to which an agent's sleeps are short.  Later sleeps last a hundredth of the time without
+#: an event.
 _SHORT_SLEEP_SECONDS = 0.05
 #: Seconds of a short sleep.
 _MIN_SLEEP = 50e-6
@@ -79,7 +80,7 @@ _MAX_SLEEP = 10e-3
 WORKER_EXIT_SECONDS = 2.0
 #: Seconds after the master's death for which its host's agent waits for the other hosts to exit.
 _HOST_EXIT_SECONDS = 0.5
-#: Number of a command after all others.
+#: Number that is greater than the number of any command.
 _NO_COMMAND = 1 << 62
 
 
@@ -108,10 +109,10 @@ class Agent:
         self._ranks_by_host = compute_ranks_by_host(config["rank_counts"])
         self._local_ranks = control.local_ranks
         self._local_slice = slice(self._local_ranks.start, self._local_ranks.stop)
-        self._layout = PipeLayout(control)
-        self._layout.n_next_hosts[0] = world.size - 1 - world.rank
+        self._link_memory = LinkMemory(control)
+        self._link_memory.n_next_hosts[0] = world.size - 1 - world.rank
         self._messenger = Messenger(mpi, world)
-        self._frame_transport = FrameTransport(mpi, frame_comm, control, self._layout)
+        self._frame_transport = FrameTransport(mpi, frame_comm, control, self._link_memory)
         self._page_table = PageTable(world.size - 1, self.keep_alive)
         self._receiver = None if segment_channel is None else SegmentReceiver(segment_channel)
         self._segments: dict[int, Segment] = {}
@@ -153,7 +154,7 @@ class Agent:
             for source, message_type, arguments in self._messenger.receive():
                 self._handlers[message_type](source, *arguments)
                 has_events |= message_type != MessageType.HEARTBEAT
-            if self._frame_transport.advance():
+            if self._frame_transport.poll_transfers():
                 self._control.wake_local_ranks(AWAITS_BARRIER)
                 has_events = True
             has_events |= self._program_agent.advance()
@@ -265,8 +266,8 @@ class Agent:
     def _send_barrier(self, barrier_number: int) -> None:
         """Send the number of the barrier that this host's ranks have reached, and the values that they publish at it.
 
-        Values of the previous barrier are sent, too, if it was not: the ranks may have passed it without waiting for
-        other hosts.
+        If the previous barrier was not sent, its values are also sent.  The ranks may have passed that barrier without
+        waiting for other hosts.
         """
         published = []
         for r in self._local_ranks:
@@ -281,7 +282,7 @@ class Agent:
         self._messenger.send_all(self._messenger.other_hosts, MessageType.BARRIER, barrier_number, published)
 
     def _send_done(self, done: tuple[int, ...]) -> bool:
-        """Send the ranks' last finished commands to the master's host: all at once, or one by one after a failure."""
+        """Send the ranks' last finished commands to the master's host, all at once, or one by one after a failure."""
         control, local_ranks, posted = self._control, self._local_ranks, self._last_command_number
         if done == self._sent_done or not (min(done) >= posted or control.words[ControlMemory.FAILED] == posted):
             return False
@@ -295,7 +296,7 @@ class Agent:
         return True
 
     def _run_periodic_work(self, now: float) -> None:
-        """Send a heartbeat, and handle deaths of other processes, each if it is due."""
+        """Send a heartbeat if it is due, and handle deaths of other processes if the check is due."""
         if now >= self._next_heartbeat and not self._is_ending:
             self._next_heartbeat = now + _HEARTBEAT_SECONDS
             clock = time.monotonic_ns()
@@ -429,11 +430,14 @@ class Agent:
     # -- failures and exit -------------------------------------------------------------------------------------------
 
     def _report_failure(self, message: str, rank: int, death: Death | None = None) -> None:
-        """Report a failure to the master by the fields of `PeerFailure`; only the first, which may cause others."""
+        """Report the first failure to the master, by the fields of `PeerFailure`.
+
+        Later failures are not reported, since they may be its consequences.
+        """
         if self._control.words[ControlMemory.FAILURE_NBYTES]:
             return
         content = json.dumps([message[: FAILURE_NBYTES // 8], rank, death]).encode()
-        self._layout.failure_message[: len(content)] = content
+        self._link_memory.failure_message[: len(content)] = content
         self._control.words[ControlMemory.FAILURE_NBYTES] = len(content)
         self._control.wake_all_ranks()
         with contextlib.suppress(ProcessLookupError):
@@ -446,7 +450,7 @@ class Agent:
 
 
 def _open_user_file(path: str, nbytes: int) -> io.FileIO:
-    """Open a user's file that the master has opened, and check that its size is the same."""
+    """Open a user's file that the master has opened, and check that its size is equal on this host."""
     file = io.FileIO(path)
     size = os.fstat(file.fileno()).st_size
     if size != nbytes:

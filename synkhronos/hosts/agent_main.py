@@ -22,7 +22,7 @@ from synkhronos.gpus import get_n_gpu
 from synkhronos.hosts.agent import WORKER_EXIT_SECONDS, Agent
 from synkhronos.hosts.host_list import compute_ranks_by_host, describe_host
 from synkhronos.hosts.messenger import MessageType, Messenger
-from synkhronos.hosts.pipes import FRAME_NBYTES, PipeLayout
+from synkhronos.hosts.pipes import FRAME_NBYTES, LinkMemory
 from synkhronos.ranks.child_process import ignore_job_signals
 from synkhronos.ranks.control_memory import SPIN_SECONDS, ControlMemory
 from synkhronos.ranks.fork_server import ForkServer
@@ -41,12 +41,12 @@ _CONFIG_TAG = 2
 
 
 def main(address: str) -> None:
-    """Serve a session after another, until the master closes the connection.
+    """Serve one session after another, until the master closes the connection.
 
     The master waits for the first host's agent on the abstract Unix socket ``address``.
     """
     ignore_job_signals()
-    os.environ.pop("MPI4PY_RC_INITIALIZE", None)  # set where scripts must not initialize MPI
+    os.environ.pop("MPI4PY_RC_INITIALIZE", None)  # set for scripts that must not initialize MPI
     import mpi4py
 
     mpi4py.rc.finalize = False
@@ -88,8 +88,8 @@ def main(address: str) -> None:
 def _receive_config(world: Any, channel: socket.socket | None) -> tuple[dict[str, Any] | None, list[int]]:
     """Send the hosts' infos to the master, and return its configuration of a session, and file descriptors.
 
-    They are those of the control memory and of the channel over which segments arrive, on the master's host only.  The
-    configuration is None if the master has closed the connection.
+    The file descriptors are the control memory and the channel over which segments arrive, on the master's host only.
+    The configuration is None if the master has closed the connection.
     """
     signal.alarm(_START_SECONDS)
     host_infos = world.gather(_get_host_info())
@@ -123,7 +123,7 @@ def _run_session(
 ) -> None:
     """Start this host's workers, except on the master's host, and run the agent of a session until its end."""
     local_ranks = compute_ranks_by_host(config["rank_counts"])[mpi.COMM_WORLD.rank]
-    link_nbytes = PipeLayout.compute_nbytes(len(local_ranks))
+    link_nbytes = LinkMemory.compute_nbytes(len(local_ranks))
     is_master_host, segment_channel = channel is not None, None
     if is_master_host:
         file, segment_channel = open(fds[0], "r+b", buffering=0), socket.socket(fileno=fds[1])

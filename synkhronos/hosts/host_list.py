@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Host(NamedTuple):
-    """A host: the name by which the others reach it, and the number of its ranks; None if it is not given."""
+    """A host: the name by which other hosts reach it, and the number of its ranks, None if it is not given."""
 
     name: str
     n_ranks: int | None

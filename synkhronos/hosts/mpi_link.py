@@ -25,7 +25,7 @@ import numpy as np
 from synkhronos.hosts import mpirun
 from synkhronos.hosts.host_list import Host, compute_ranks_by_host, describe_host, find_host
 from synkhronos.hosts.page_table import RowIndexes, SegmentAccess
-from synkhronos.hosts.pipes import PipeLayout
+from synkhronos.hosts.pipes import LinkMemory
 from synkhronos.ranks import ArrayLocation, Command, RowAccess
 from synkhronos.ranks.child_process import JOB_SIGNALS
 from synkhronos.ranks.command import find_nested_row_accesses
@@ -65,7 +65,7 @@ def _block_job_signals() -> Iterator[None]:
 
 
 class MissingGpuError(ValueError):
-    """A host has fewer GPUs than ranks, namely ``n_gpus``."""
+    """A host has only ``n_gpus`` GPUs, fewer than ranks."""
 
     def __init__(self, message: str, host: str, n_gpus: int):
         super().__init__(message)
@@ -93,7 +93,7 @@ class MpiLink(Link):
         self._channel: socket.socket | None = None
         self._mpirun: Any = None
         self._control: ControlMemory | None = None
-        self._layout: PipeLayout | None = None
+        self._link_memory: LinkMemory | None = None
         self._uses_gpus = False
         self._earlier_bytes_sent = 0
         #: Infos of the hosts whose agents `shut_down` has kept; None if there are none.
@@ -150,8 +150,9 @@ class MpiLink(Link):
     def assign_ranks(self, n_ranks: int | None, needs_gpus: bool) -> None:
         """Assign ranks to the hosts: set `ranks_by_host`, `size` and `link_nbytes`.
 
-        A host that is listed without a number gets ``n_ranks``; with None, one for each of its GPUs, if ranks need
-        these, or of its cores.  Raise MissingGpuError if a host has fewer GPUs than ranks that need them.
+        A host that is listed without a number gets ``n_ranks`` ranks.  If ``n_ranks`` is None, it gets a rank for each
+        GPU if ranks need GPUs, or else for each core.  Raise MissingGpuError if a host has fewer GPUs than ranks that
+        need them.
         """
         defaults = self._gpus if needs_gpus else self._cores
         self._uses_gpus = needs_gpus
@@ -167,7 +168,7 @@ class MpiLink(Link):
                 )
         self.ranks_by_host = compute_ranks_by_host(counts)
         self.size = sum(counts)
-        self.link_nbytes = PipeLayout.compute_nbytes(counts[0])
+        self.link_nbytes = LinkMemory.compute_nbytes(counts[0])
 
     def _accept_agent(self, listener: socket.socket) -> list[dict[str, Any]]:
         """Wait until the first agent connects, and return the hosts' infos that it sends."""
@@ -218,7 +219,7 @@ class MpiLink(Link):
     ) -> socket.socket:
         """Make the agents start the other hosts' workers; return the channel for segments to this host's agent."""
         assert self._channel is not None and control_file is not None
-        self._control, self._layout = control, PipeLayout(control)
+        self._control, self._link_memory = control, LinkMemory(control)
         config = {
             "host_names": self.host_names,
             "rank_counts": list(map(len, self.ranks_by_host)),
@@ -284,11 +285,11 @@ class MpiLink(Link):
 
         If ``mpirun`` has closed the connection, wait up to about a second for its message, which names the host.
         """
-        if self._control is None or self._layout is None:
+        if self._control is None or self._link_memory is None:
             return None
         length = self._control.words[ControlMemory.FAILURE_NBYTES]
         if length:
-            message, rank, death = json.loads(bytes(self._layout.failure_message[:length]))
+            message, rank, death = json.loads(bytes(self._link_memory.failure_message[:length]))
             if death is not None:
                 death = Death(*death)
                 if not death.pid:  # of a host
@@ -304,7 +305,7 @@ class MpiLink(Link):
         return self._describe_lost_connection(self._mpirun.poll())
 
     def _describe_lost_connection(self, exit_status: int | None) -> PeerFailure:
-        """Return the failure that ended the connection, by the exit status and the last lines of ``mpirun``."""
+        """Return the failure that ended the connection, from the exit status and the last lines of ``mpirun``."""
         if exit_status is not None and exit_status < 0:
             text = f"mpirun, which connects the hosts, (process {self._mpirun.pid}) {describe_exit(exit_status)}"
             return PeerFailure(text, 0, Death(0, "", 0, f"ended: {text}"))
@@ -339,7 +340,7 @@ class MpiLink(Link):
             self.kill(max(_EXIT_SECONDS, 0.0 if kill else deadline - time.monotonic()))
 
     def _are_agents_idle(self) -> bool:
-        """Whether the agents wait for the next session: then they have sent the hosts' infos once more."""
+        """Whether the agents wait for the next session, for which they have sent the hosts' infos once more."""
         assert self._channel is not None
         with contextlib.suppress(OSError):
             if message := self._channel.recv(1 << 20, socket.MSG_DONTWAIT):
@@ -348,7 +349,7 @@ class MpiLink(Link):
 
     def _forget_control(self) -> None:
         self._earlier_bytes_sent = self.bytes_sent
-        self._control = self._layout = None
+        self._control = self._link_memory = None
 
     def kill(self, exit_seconds: float = _EXIT_SECONDS) -> None:
         """End ``mpirun`` and the agents, which end their workers; after ``exit_seconds`` by a signal."""
@@ -420,15 +421,14 @@ class MpiLink(Link):
         link = copy.copy(self)
         link._hosts = hosts
         link._set_host_infos(self._idle_host_infos)
-        # `kill` of this link ends the agents, too, if an interrupt comes before the session has the other.
+        # If an interrupt comes before the session has the new link, `kill` of this link also ends the agents.
         link._idle_host_infos = self._idle_host_infos = None
         return link
 
     def _find_unreachable_hosts(self, hosts: Sequence[Host]) -> list[str]:
-        """Return the names of the hosts that this host, the first, can't connect.
+        """Return the names of the hosts that this host, the first one, can't connect to.
 
-        Raise RuntimeError if this host can't even start an agent of its own, which would make all others seem
-        unreachable.
+        Raise RuntimeError if this host can't start its own agent, since then all other hosts would seem unreachable.
         """
         own, others = hosts[0], hosts[1:]
         try:
@@ -446,7 +446,7 @@ class MpiLink(Link):
         return unreachable
 
     def _make_start_error(self, lost_ranks: Sequence[int], cause: str) -> StartError:
-        """Return the error of ranks that can't start; without them a start may succeed."""
+        """Return the error for ranks that can't start.  A start without these ranks may succeed."""
         host = self.get_host_name(lost_ranks[0])
         return StartError(cause, Death.from_failed_start(lost_ranks[0], host, cause, lost_ranks))
 

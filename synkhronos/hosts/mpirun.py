@@ -18,8 +18,8 @@ _MPI_ERROR_SIGNAL = int(signal.SIGUSR2)
 def make_agent_command(address: str) -> list[str]:
     """Return the command line of an agent."""
     package = str(Path(__file__).resolve().parents[2])
-    # An agent that fails kills itself: mpirun may ignore an exit code, and the other agents would wait.  Errors of MPI
-    # are mostly caused by the failure of another host, so they have a signal of their own (see `find_lost_hosts`).
+    # An agent that fails kills itself: mpirun may ignore an exit code, and the other agents would wait.  Most
+    # errors of MPI are caused by the failure of another host, so they have their own signal (see `find_lost_hosts`).
     number = _MPI_ERROR_SIGNAL
     code = "import os, signal, sys; sys.excepthook = lambda kind, *error: (sys.__excepthook__(kind, *error), "
     code += f"signal.signal({number}, signal.SIG_DFL), signal.pthread_sigmask(signal.SIG_UNBLOCK, [{number}]), "
@@ -52,7 +52,7 @@ def find_mpirun() -> str:
 def make_mpirun_environment() -> dict[str, str]:
     """Return the environment of ``mpirun``."""
     environment = {"UCX_LOG_LEVEL": "error"}  # Open MPI's UCX warns at every agent's exit
-    # In a Slurm step, this process's MPI variables are those of the step, which has one task.
+    # In a Slurm step, this process's MPI variables describe the step, which has one task.
     environment |= {
         name: value for name, value in os.environ.items() if not name.startswith("PMI") or name.startswith("PMIX_MCA_")
     }
@@ -69,7 +69,7 @@ def make_mpirun_environment() -> dict[str, str]:
 
 
 def find_lost_hosts(output: str, aliases: Sequence[Sequence[str]]) -> list[int]:
-    """Return the indexes of the hosts one of which was lost: a single one if the output of ``mpirun`` names it.
+    """Return the indexes of the hosts that may be lost: a single index if the output of ``mpirun`` names the lost host.
 
     ``aliases`` has the names of each host.
     """

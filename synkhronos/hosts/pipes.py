@@ -3,7 +3,7 @@
 Hosts form a chain, and each has pipes to its neighbours: *up* to the next host, *down* to the previous one.  All ranks
 of a host process every frame of a pipe, even those that do not contribute to it.  Each rank counts the frames that it
 has processed, and the agent counts the frames that it has sent or received.  A count restarts with each command.  Its
-high bits are the command's number, so that counts of a failed command are less than those of later commands.
+high bits are the command's number, so that counts of a failed command are less than counts of later commands.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ UP_OUT, UP_IN, DOWN_OUT, DOWN_IN = range(4)
 LOCAL_STREAM = 4
 
 
-class PipeLayout:
-    """Layout of the link's part of the control memory: the fields of a `PeerFailure` as JSON, words, and frames."""
+class LinkMemory:
+    """Memory views of the link's part of the control memory: the agent's failure message, words, and frames."""
 
     def __init__(self, control: ControlMemory):
         n_local = len(control.local_ranks)
         memory = control.link_memory
         words = memory[FAILURE_NBYTES : FAILURE_NBYTES + _compute_words_nbytes(n_local)].cast("Q")
+        #: Fields of the `PeerFailure` that the agent reports, as JSON.
         self.failure_message = memory[:FAILURE_NBYTES]
-        #: Number of hosts after this one in the chain: one word.
+        #: One word: the number of hosts after this one in the chain.
         self.n_next_hosts = words[:1]
         #: Number of frames that the agent has sent or received, by pipe.
         self.n_transferred = words[1:5]
@@ -66,13 +67,13 @@ def _compute_words_nbytes(n_local: int) -> int:
     return 8 * (5 + 4 * N_FRAMES + 5 * n_local)
 
 
-class Pipe:
+class PipeEnd:
     """A rank's end of one of its host's pipes, or of the stream within the host."""
 
-    def __init__(self, rank: Rank, layout: PipeLayout, pipe: int):
-        self._rank, self._layout, self._pipe = rank, layout, pipe
+    def __init__(self, rank: Rank, link_memory: LinkMemory, pipe: int):
+        self._rank, self._link_memory, self._pipe = rank, link_memory, pipe
         self._local_rank = rank.number - rank.local_ranks.start
-        self._n_processed = layout.n_processed[pipe]
+        self._n_processed = link_memory.n_processed[pipe]
         self._command_number = self._start_count = self._frame_number = 0
 
     def _get_frame_number(self) -> int:
@@ -97,7 +98,7 @@ class Pipe:
         return self._view_frame_bytes(frame_number)
 
     def _wait_transferred(self, n_frames: int) -> None:
-        transferred, pipe, target_count = self._layout.n_transferred, self._pipe, self._start_count + n_frames
+        transferred, pipe, target_count = self._link_memory.n_transferred, self._pipe, self._start_count + n_frames
         if transferred[pipe] < target_count:
             self._rank.barriers.wait(lambda: transferred[pipe] >= target_count)
 
@@ -111,7 +112,7 @@ class Pipe:
         self._frame_number = frame_number + 1
         if nbytes:
             # All ranks of the host write the same number.
-            self._layout.frame_nbytes[self._pipe * N_FRAMES + frame_number % N_FRAMES] = nbytes
+            self._link_memory.frame_nbytes[self._pipe * N_FRAMES + frame_number % N_FRAMES] = nbytes
         self._n_processed[self._local_rank] = self._start_count + frame_number + 1
         self._rank.control.wake_local_ranks(AWAITS_BARRIER)
 
@@ -121,22 +122,22 @@ class Pipe:
         self._rank.barriers.wait(lambda: min(processed) >= target_count)
 
     def _view_frame_bytes(self, frame_number: int) -> np.ndarray:
-        return np.frombuffer(self._layout.view_frame(self._pipe, frame_number), np.uint8)
+        return np.frombuffer(self._link_memory.view_frame(self._pipe, frame_number), np.uint8)
 
 
 class FrameTransport:
     """The agent's end of its host's pipes: sends and receives their frames over MPI.
 
-    The tag of a message is the number of the command, modulo `_TAGS`.  A frame has no number: frames arrive in order,
+    The tag of a message is the number of the command, modulo `_N_TAGS`.  A frame has no number: frames arrive in order,
     and both ends count them.  ``comm`` is a communicator that is used for frames only.
     """
 
     #: Number of commands that tags distinguish; every MPI provides at least as many tags.
-    _TAGS = 1 << 15
+    _N_TAGS = 1 << 15
 
-    def __init__(self, mpi: Any, comm: Any, control: ControlMemory, layout: PipeLayout):
+    def __init__(self, mpi: Any, comm: Any, control: ControlMemory, link_memory: LinkMemory):
         self._mpi, self._comm = mpi, comm
-        self._control, self._layout = control, layout
+        self._control, self._link_memory = control, link_memory
         host, last_host = comm.rank, comm.size - 1
         self._neighbours = [
             *([(UP_OUT, DOWN_IN, host + 1)] if host < last_host else []),
@@ -148,24 +149,26 @@ class FrameTransport:
         self._in_transit: dict[int, deque[tuple[int, Any]]] = {pipe: deque() for pipe in pipes}
         self._command_number = self._start_count = 0
         self._status = mpi.Status()
-        #: Added to the number of the posted command once the ranks have ended: all frames belong to earlier ones then.
+        #: Offset that is added to the number of the posted command once the ranks have ended.  Then all frames belong
+        #: to earlier commands.
         self._number_offset = 0
-        #: Empty frames that this agent sends as its last ones, and neighbours whose last one has been received.
-        self._last_frames: list[Any] = []
+        #: Requests of the empty frames that mark the end of this agent's frames, one for each neighbour.
+        self._last_frame_requests: list[Any] = []
+        #: Neighbours whose last frame has been received.
         self._ended_peers: set[int] = set()
 
     def end(self) -> None:
         """Send no more frames after those in transit, and discard those that arrive."""
-        self._number_offset = self._TAGS // 4
+        self._number_offset = self._N_TAGS // 4
         for _, _, peer in self._neighbours:
-            self._last_frames.append(self._comm.Isend([b"", self._mpi.BYTE], peer, 0))
+            self._last_frame_requests.append(self._comm.Isend([b"", self._mpi.BYTE], peer, 0))
 
     def has_ended(self) -> bool:
         """Whether both this agent and its neighbours have ended, and no frame is in transit."""
-        has_sent_last = all(request.Test() for request in self._last_frames)
+        has_sent_last = all(request.Test() for request in self._last_frame_requests)
         return has_sent_last and not self.has_transfers and len(self._ended_peers) == len(self._neighbours)
 
-    def advance(self) -> bool:
+    def poll_transfers(self) -> bool:
         """Start and complete transfers without blocking; return True if ranks have to be woken."""
         command_number = self._control.words[ControlMemory.POSTED] + self._number_offset
         if command_number != self._command_number:
@@ -180,7 +183,7 @@ class FrameTransport:
 
     @property
     def has_transfers(self) -> bool:
-        """Whether frames are in transit, for which the agent has to call MPI frequently."""
+        """Whether frames are in transit.  Then the agent has to call MPI frequently."""
         return any(self._in_transit.values())
 
     def _complete_transfers(self, pipe: int) -> bool:
@@ -189,27 +192,27 @@ class FrameTransport:
         while in_transit and in_transit[0][1].Test():
             transferred = in_transit.popleft()[0]
             if transferred > self._start_count:
-                self._layout.n_transferred[pipe] = transferred
+                self._link_memory.n_transferred[pipe] = transferred
                 has_events = True
         return has_events
 
     def _send_frames(self, pipe: int, peer: int) -> None:
         """Start sending the frames that all ranks of this host have filled."""
-        layout, start_count = self._layout, self._start_count
-        filled = min(layout.n_processed[pipe])
+        memory, start_count = self._link_memory, self._start_count
+        filled = min(memory.n_processed[pipe])
         while start_count + self._next_frame_numbers[pipe] < filled:
             frame_number = self._next_frame_numbers[pipe]
-            nbytes = layout.frame_nbytes[pipe * N_FRAMES + frame_number % N_FRAMES]
-            frame = layout.view_frame(pipe, frame_number)[:nbytes]
-            tag = self._command_number % self._TAGS
+            nbytes = memory.frame_nbytes[pipe * N_FRAMES + frame_number % N_FRAMES]
+            frame = memory.view_frame(pipe, frame_number)[:nbytes]
+            tag = self._command_number % self._N_TAGS
             self._in_transit[pipe].append(
                 (start_count + frame_number + 1, self._comm.Isend([frame, self._mpi.BYTE], peer, tag))
             )
             self._next_frame_numbers[pipe] = frame_number + 1
 
     def _receive_frames(self, pipe: int, peer: int) -> None:
-        """Start receiving frames into free memory; discard those of failed commands."""
-        layout, in_transit, start_count = self._layout, self._in_transit[pipe], self._start_count
+        """Start receiving frames into free memory; discard frames of failed commands."""
+        memory, in_transit, start_count = self._link_memory, self._in_transit[pipe], self._start_count
         # A frame of a failed command may still be in transit into memory that the new command needs.
         while (
             len(in_transit) < N_FRAMES
@@ -218,24 +221,24 @@ class FrameTransport:
             and self._comm.Iprobe(peer, self._mpi.ANY_TAG, self._status)
         ):
             tag, nbytes = self._status.tag, self._status.Get_count(self._mpi.BYTE)
-            if not nbytes:  # the last one
-                if self._number_offset:  # else this agent will end when the master tells it
+            if not nbytes:  # the last frame
+                if self._number_offset:  # else this agent ends later, when the master ends it
                     self._comm.Recv([bytearray(), self._mpi.BYTE], peer, tag)
                     self._ended_peers.add(peer)
                 break
-            commands_ahead = (tag - self._command_number) % self._TAGS
+            commands_ahead = (tag - self._command_number) % self._N_TAGS
             if commands_ahead == 0:
                 frame_number = self._next_frame_numbers[pipe]
                 if (
                     frame_number >= N_FRAMES
-                    and min(layout.n_processed[pipe]) < start_count + frame_number - N_FRAMES + 1
+                    and min(memory.n_processed[pipe]) < start_count + frame_number - N_FRAMES + 1
                 ):
-                    break  # ranks still use its memory
-                buffer: Any = layout.view_frame(pipe, frame_number)[:nbytes]
+                    break  # ranks still use the memory of this frame
+                buffer: Any = memory.view_frame(pipe, frame_number)[:nbytes]
                 self._next_frame_numbers[pipe] = frame_number + 1
                 transferred = start_count + frame_number + 1
-            elif commands_ahead < self._TAGS // 2:
-                break  # it belongs to a command that this host has not received yet
-            else:  # it belongs to a failed command: received, and discarded
+            elif commands_ahead < self._N_TAGS // 2:
+                break  # the frame belongs to a command that this host has not received yet
+            else:  # the frame belongs to a failed command: receive and discard it
                 buffer, transferred = bytearray(nbytes), 0
             in_transit.append((transferred, self._comm.Irecv([buffer, self._mpi.BYTE], peer, tag)))

@@ -47,7 +47,7 @@ class _ScheduledAction(NamedTuple):
     command_number: int
     #: MPI request of these bytes; None if there are none.
     receive_request: Any
-    #: Called with the command's `ProgramBridge`, the number of the other host, and ``arguments``.
+    #: Function that is called with the command's `ProgramBridge`, the number of the other host, and ``arguments``.
     function: Callable[..., object]
     arguments: tuple[Any, ...]
 
@@ -234,8 +234,8 @@ class ProgramAgent:
 class ProgramBridge:
     """An agent's access to a program's memory: channels from and to ranks of other hosts, and its host's locks.
 
-    The ranks of the host write their own words and channels in the memory; the agent writes those of ranks of other
-    hosts.
+    The ranks of the host write their own words and channels in the memory; the agent writes the words and
+    channels of ranks of other hosts.
     """
 
     def __init__(self, memory: ProgramMemoryLayout, segment: Segment, local_ranks: range):
@@ -261,9 +261,9 @@ class ProgramBridge:
     def poll_channels(self) -> Iterator[tuple[int, int, int, bytearray | None]]:
         """Yield the progress since the last call of each channel between this host and others.
 
-        A channel is a source and a target.  Its count is the number of bytes sent or received through it so far.  The
-        content is that sent since the last call, or None if the count is that of bytes which a rank of this host has
-        received.
+        An element has the channel's source and target, a count, and content.  If a rank of this host is the source, the
+        count is the number of bytes sent so far, and the content has the bytes sent since the last call.  If a rank of
+        this host is the target, the count is the number of bytes received so far, and the content is None.
         """
         for words, sources, targets, last_counts in self._polled_channels:
             counts = words[np.ix_(sources, targets)]
@@ -306,7 +306,7 @@ class ProgramBridge:
     def try_acquire(self, lock: int, rank: int) -> int | None:
         """Acquire a lock of this host for a rank of another host; return the number of its earlier acquisitions.
 
-        None if it is not free.
+        Return None if the lock is not free.
         """
         if self._words.owners[lock] != self.memory.agent_owner_number:
             if not self.memory.get_semaphore(self._segment, lock).acquire(0):

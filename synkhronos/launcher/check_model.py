@@ -71,7 +71,10 @@ def main(arguments: list[str]) -> int:
 
 
 def check_class(model: str, overrides: Mapping[str, Any] | None = None) -> int:
-    """Check the class ``FILE:CLASS`` with other settings, and print its problems; return 1 if there are any, or 0."""
+    """Check the class ``FILE:CLASS``, and print its problems; return 1 if there are any, or 0.
+
+    ``overrides`` are further settings.
+    """
     settings = resolve_settings([{"model": model, "devices": "cpu"}, overrides or {}])
     import_theano_before_fork(on_gpu=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -189,7 +192,10 @@ class _ModelCheck:
     def apply_reduced_gradient(
         self, instances: list[Any], sources: list[FlatVariables], targets: list[FlatVariables], total: Any
     ) -> None:
-        """Have two instances update their parameters from the sum of their gradients, in parts if they ask for it."""
+        """Update the parameters of two instances from the sum of their gradients.
+
+        With a sharded optimizer the instances exchange their rows, and update the parameters again.
+        """
         if getattr(instances[0], "gathers_gradient", False):
             for source in sources:
                 source.set(total)
@@ -232,7 +238,7 @@ class _ModelCheck:
             total = sources[0].get() + sources[1].get()
             for rank, target in enumerate(targets):
                 rows = (total if exchanged_quantity == "gradient" else total / 2).reshape(-1, target.size)
-                target.set(rows[rank % len(rows)])  # of a sharded optimizer, the rank's row
+                target.set(rows[rank % len(rows)])  # with a sharded optimizer, the rank's row
             if exchanged_quantity == "gradient":
                 self.apply_reduced_gradient(instances, sources, targets, total)
         self.stage = "cleanup() runs with size 2"

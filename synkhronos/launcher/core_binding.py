@@ -63,7 +63,7 @@ def find_gpu_cores(devices: Sequence[str]) -> dict[str, list[int]]:
 
 
 def get_nvml_handle(cuda_index: int) -> Any:
-    """Return NVML's handle of the GPU ``cuda:cuda_index``.  NVML numbers GPUs otherwise: CUDA orders them by speed."""
+    """Return NVML's handle of the GPU ``cuda:cuda_index``.  CUDA orders GPUs by speed, NVML does not."""
     import pynvml
     from cuda.core import Device
 
@@ -96,7 +96,7 @@ def parse_cores(text: str) -> list[int]:
 
 
 def bind_to_cores(cores: Sequence[int]) -> None:
-    """Bind this thread, and threads that it will start, to some cores; an empty list leaves the binding unchanged."""
+    """Bind this thread, and the threads that it will start, to cores; an empty list leaves the binding unchanged."""
     if cores:
         os.sched_setaffinity(0, cores)
 

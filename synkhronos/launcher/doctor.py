@@ -18,8 +18,8 @@ from synkhronos.launcher import core_binding
 from synkhronos.ranks import count_available_cores
 from synkhronos.ranks.segments import get_free_memory
 
-#: For each module the package that provides it; for optional ones the feature that needs it, and the extra of this
-#: package that installs it.
+#: The package that provides each module.  For an optional module, also the feature that needs it, and the extra of
+#: Synkhronos that installs it.
 _PACKAGES = {
     "pytensor": ("pytensor", "", ""),
     "theano": ("Theano", "", ""),
@@ -44,8 +44,8 @@ def main(arguments: list[str]) -> int:
 def make_report() -> str:
     """Return the text of ``python -m synkhronos doctor``: facts, one per line, and steps that name a command.
 
-    "Do first" has the steps without which ranks cannot run or use only part of the machine; without such steps it is
-    "Ready".  "Optional" has the features that need a package.
+    "Do first" lists the steps without which ranks cannot run, or use only part of the machine.  If there are none, the
+    heading is "Ready".  "Optional" lists the features that need a package.
     """
     installed = {module for module in _PACKAGES if find_spec(module) is not None}
     n_gpus = get_n_gpu()

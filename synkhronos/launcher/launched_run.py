@@ -27,7 +27,7 @@ from synkhronos.launcher.configuration.settings import (
 from synkhronos.launcher.configuration.sources import check_setting_names, read_environment
 from synkhronos.launcher.configuration.theano_mpi_session import parse_exchange_option
 from synkhronos.launcher.supervision.process_environment import make_python_path, open_standard_streams
-from synkhronos.launcher.supervision.run_folder import FAILURE_FILE, create_run_folder
+from synkhronos.launcher.supervision.run_folder import FAILURE_FILE, create_and_lock_run_folder
 from synkhronos.rules import Rule
 from synkhronos.training.loops.stop_signals import STOP_SIGNALS
 
@@ -57,7 +57,7 @@ class LaunchedRun:
         self.settings: Settings = resolve_settings([settings, read_environment(os.environ)], source_path=script)
         self.folder = Path(self.settings.folder)
         open_standard_streams()
-        lock = create_run_folder(self.settings, [sys.executable, *sys.argv])
+        lock = create_and_lock_run_folder(self.settings, [sys.executable, *sys.argv])
         with contextlib.suppress(OSError, ValueError):  # on a full disk, or closed
             sys.stdout.flush()
         self._process = subprocess.Popen(

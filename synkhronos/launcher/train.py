@@ -15,7 +15,7 @@ from synkhronos.launcher.configuration.resolve import resolve_settings
 from synkhronos.launcher.configuration.settings import Settings, SettingsError, merge_tables
 from synkhronos.launcher.configuration.sources import parse_set_options, read_environment, read_session_file
 from synkhronos.launcher.supervision.process_environment import open_standard_streams
-from synkhronos.launcher.supervision.run_folder import create_run_folder, find_versions
+from synkhronos.launcher.supervision.run_folder import create_and_lock_run_folder, find_versions
 from synkhronos.launcher.supervision.supervisor import Supervisor
 
 #: Options of the command line that are settings.
@@ -47,7 +47,7 @@ def run_training(settings: Settings, command: list[str]) -> int:
 
     ``command`` is recorded in ``run.json``.
     """
-    with create_run_folder(settings, command):
+    with create_and_lock_run_folder(settings, command):
         return Supervisor(settings).run()
 
 

@@ -16,13 +16,13 @@ from synkhronos.ranks.current_session import (
 )
 from synkhronos.ranks.errors import Cancelled, Death, WorkerError
 from synkhronos.ranks.pending_operation import PendingOperation
-from synkhronos.ranks.rank import MAX_SLOT_NBYTES, Rank
+from synkhronos.ranks.rank import MAX_PAYLOAD_NBYTES, Rank
 from synkhronos.ranks.segments import ArrayLocation, Segment
 from synkhronos.ranks.session import Session
 from synkhronos.ranks.thread_limit import count_available_cores
 
 __all__ = [
-    "MAX_SLOT_NBYTES",
+    "MAX_PAYLOAD_NBYTES",
     "Cancelled",
     "Command",
     "Death",

@@ -203,7 +203,7 @@ class CommandRunner(ABC):
         control, command_number = self._control, self._command_number + 1
         try:
             self._is_running, self._is_idle, self._command_number = True, False, command_number
-            result, master_error = self._run_own_part(command, command_number)
+            result, master_error = self._post_and_run_own_part(command, command_number)
             control.done[self.rank.number] = command_number
             if self._watch.has_raised:
                 self._close_if_peer_or_host_failed()
@@ -211,7 +211,7 @@ class CommandRunner(ABC):
             # A worker in compiled code may take long to finish; the next call waits for it, or `close` ends it.
             self._wait_for_completion(_INTERRUPTED_GRACE_SECONDS if is_interrupt else None)
             reports = self._read_reports(command_number)
-            self.rank.cancel_failed_operations()
+            self.rank.cancel_operations_of_failed_command()
         except PeerDied:  # raised just after the master's part had failed
             self._close_if_peer_or_host_failed()
             raise
@@ -226,7 +226,7 @@ class CommandRunner(ABC):
         finally:
             del master_error  # the error refers to this frame: a cycle, which would delay the release of memory
 
-    def _run_own_part(self, command: Command, command_number: int) -> tuple[Any, BaseException | None]:
+    def _post_and_run_own_part(self, command: Command, command_number: int) -> tuple[Any, BaseException | None]:
         """Post a command and run the master's part; return its result, and its exception or None."""
         rank, watch = self.rank, self._watch
         if self.timeout is not None:
@@ -304,9 +304,9 @@ class CommandRunner(ABC):
     def _close_if_failed_or_late(self) -> None:
         """End the session and raise WorkerError if a worker has died, a host has failed, or a rank is late."""
         if self.timeout is not None and time.monotonic() - self._command_start_time > self.timeout:
-            late = self._group.find_late_rank(self._command_start_time, self.timeout)
-            if late is not None:
-                self._close_after_failure(late)
+            timeout_failure = self._group.find_timeout_failure(self._command_start_time, self.timeout)
+            if timeout_failure is not None:
+                self._close_after_failure(timeout_failure)
         self._close_if_peer_or_host_failed()
 
     def _close_if_peer_or_host_failed(self) -> None:

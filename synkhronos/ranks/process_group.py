@@ -83,7 +83,7 @@ class ProcessGroup:
         failure = self.link.find_failure()
         return failure and failure._replace(message=f"{failure.message}; the workers were ended.")
 
-    def find_late_rank(self, start_time: float, timeout: float) -> PeerFailure | None:
+    def find_timeout_failure(self, start_time: float, timeout: float) -> PeerFailure | None:
         """Return the failure of a rank that has shown no progress for ``timeout`` seconds; None if there is none.
 
         ``start_time`` is the start of the command, by the monotonic clock.

@@ -31,7 +31,7 @@ SLOT_HEADER = struct.Struct("=QQ")
 #: Number of bytes of a digest, which `Rank.compare_digests` compares.
 _DIGEST_NBYTES = 16
 #: Maximal number of bytes that one `Rank.gather_bytes`, or one round of `Rank.all_gather_bytes`, transports.
-MAX_SLOT_NBYTES = SLOT_NBYTES - SLOT_HEADER.size
+MAX_PAYLOAD_NBYTES = SLOT_NBYTES - SLOT_HEADER.size
 
 
 class SingletonRegistry:
@@ -65,6 +65,22 @@ class Rank:
 
     Attributes
     ----------
+    number : int
+        Number of this rank in the session, from 0.
+    size : int
+        Number of ranks on all hosts.
+    is_master : bool
+        Whether this is the rank of the process that called `fork`.
+    master_rank : int
+        Number of the master's rank.
+    local_ranks : range
+        Numbers of the ranks on this host.
+    control : ControlMemory
+        Counters, semaphores and slots that all ranks share.
+    segments : SegmentTable
+        Shared memory that this rank has mapped.
+    thread_limit : ThreadLimit
+        Limit of the threads of this rank's libraries.
     spans_hosts : bool
         Whether there are ranks on other hosts; their agents then decide failed commands.
     command_number : int
@@ -154,12 +170,12 @@ class Rank:
         If the last command failed, its pending operations are cancelled first.  This may wait until the other ranks,
         or their agents, have decided the last common barrier (see `agreement`).
         """
-        self.cancel_failed_operations()
+        self.cancel_operations_of_failed_command()
         self.barriers.last_arrived = command_number << BARRIER_BITS
         # Last: an interrupt before it would mark the previous command as failed, which was not.
         self.command_number, self._records_applied = command_number, True
 
-    def cancel_failed_operations(self) -> None:
+    def cancel_operations_of_failed_command(self) -> None:
         """Cancel the pending operations of the last command if it failed on some rank."""
         failed = self.control.words[ControlMemory.FAILED]
         if not 0 < self.command_number <= failed:
@@ -229,23 +245,23 @@ class Rank:
         return slots.count(slots[self.number]) == self.size
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """All-gather bytes, `MAX_SLOT_NBYTES` of them per barrier, and return every rank's bytes in rank order."""
+        """All-gather bytes, `MAX_PAYLOAD_NBYTES` of them per barrier, and return every rank's bytes in rank order."""
         chunks: list[list[bytes]] = [[] for _ in range(self.size)]
         start = longest = 0
         while not start or start < longest:
-            barrier_number = self._write_slot(memoryview(payload)[start : start + MAX_SLOT_NBYTES], len(payload))
+            barrier_number = self._write_slot(memoryview(payload)[start : start + MAX_PAYLOAD_NBYTES], len(payload))
             self.barriers.wait_at_next()
             for r, chunks_of_rank in enumerate(chunks):
                 slot = self.control.get_slot(r, barrier_number & 1)
                 length, _ = SLOT_HEADER.unpack_from(slot)
-                chunk_nbytes = max(0, min(length - start, MAX_SLOT_NBYTES))
+                chunk_nbytes = max(0, min(length - start, MAX_PAYLOAD_NBYTES))
                 chunks_of_rank.append(bytes(slot[SLOT_HEADER.size : SLOT_HEADER.size + chunk_nbytes]))
                 longest = max(longest, length)
-            start += MAX_SLOT_NBYTES
+            start += MAX_PAYLOAD_NBYTES
         return [b"".join(chunks_of_rank) for chunks_of_rank in chunks]
 
     def gather_bytes(self, payload: bytes) -> list[bytes] | None:
-        """Gather at most `MAX_SLOT_NBYTES` bytes of each rank in the master, in rank order; workers do not wait."""
+        """Gather at most `MAX_PAYLOAD_NBYTES` bytes of each rank in the master, in rank order; workers do not wait."""
         barrier_number = self._write_slot(payload)
         if not self.is_master:
             self.barriers.arrive()

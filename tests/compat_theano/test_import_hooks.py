@@ -103,7 +103,7 @@ def test_fast_run_works_with_every_linker():
 
 def test_second_install_adds_no_finder():
     assert synkhronos.compat.install() == "pytensor"
-    assert sum(getattr(finder, "find", None) is find_theano for finder in sys.meta_path) == 1
+    assert sum(getattr(finder, "function", None) is find_theano for finder in sys.meta_path) == 1
 
 
 def test_import_hook_imports_no_library():

@@ -70,7 +70,7 @@ def test_find_blas_flags_is_empty_without_a_compiler(monkeypatch):
 
 def test_shims_are_found_last_and_once():
     import_hooks.install_finder(import_hooks.find_shim, is_last=True)
-    assert [getattr(finder, "find", None) for finder in sys.meta_path].count(import_hooks.find_shim) == 1
+    assert [getattr(finder, "function", None) for finder in sys.meta_path].count(import_hooks.find_shim) == 1
     assert import_hooks.find_shim("theano.tensor.signal.other", None) is None
     assert import_hooks.find_shim("pkg_resources", None).origin.endswith("shims/pkg_resources.py")
 

@@ -29,7 +29,7 @@ from synkhronos.hosts.messenger import MessageType
 from synkhronos.hosts.mpi_link import MpiLink
 from synkhronos.hosts.mpirun import find_lost_hosts
 from synkhronos.hosts.page_table import PAGE_NBYTES, PageTable, RowIndexes, SegmentAccess, find_pages
-from synkhronos.hosts.pipes import FAILURE_NBYTES, FRAME_NBYTES, N_FRAMES, PipeLayout
+from synkhronos.hosts.pipes import FAILURE_NBYTES, FRAME_NBYTES, N_FRAMES, LinkMemory
 from synkhronos.hosts.program_agent import ProgramAgent
 from synkhronos.ranks.control_memory import ControlMemory
 from synkhronos.ranks.errors import Death, StartError
@@ -156,9 +156,9 @@ def test_silent_host_is_lost_with_all_its_ranks():
     link = MpiLink([Host("a", 2), Host("b", 1024)], 1.0)
     link.ranks_by_host = [range(2), range(2, 1026)]
     words, layout = [0] * 64, SimpleNamespace(failure_message=memoryview(bytearray(FAILURE_NBYTES)))
-    link._control, link._layout = mock.Mock(words=words), layout
+    link._control, link._link_memory = mock.Mock(words=words), layout
     agent = Agent.__new__(Agent)
-    agent._control, agent._layout, agent._config = link._control, layout, {"master": 0}
+    agent._control, agent._link_memory, agent._config = link._control, layout, {"master": 0}
     with mock.patch.object(os, "kill") as kill:
         agent._report_failure("host b is silent", 2, Death(2, "b", 0, "has not been heard of for 1 seconds"))
     assert kill.called and link.find_failure().death.lost_ranks == range(2, 1026)
@@ -324,8 +324,8 @@ def test_fork_refuses_an_mpirun_of_another_mpi(monkeypatch):
 
 
 def test_frames_allocate_no_extra_memory():
-    control = ControlMemory(3, 0.0, local_ranks=range(2), link_nbytes=PipeLayout.compute_nbytes(2))
-    frame = PipeLayout(control).view_frame(3, N_FRAMES - 1)
+    control = ControlMemory(3, 0.0, local_ranks=range(2), link_nbytes=LinkMemory.compute_nbytes(2))
+    frame = LinkMemory(control).view_frame(3, N_FRAMES - 1)
     assert len(frame) == FRAME_NBYTES
     frame[-1] = 1
     assert control.link_memory[-1] == 1

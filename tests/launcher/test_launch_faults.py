@@ -39,14 +39,14 @@ def test_nan_cost_is_not_saved(tmp_path):
 
 def test_full_disk_still_reports_failure_and_status(tmp_path, capfd):
     settings = Settings("module", "Class", ".", ("cpu",), folder=str(tmp_path))
-    with run_folder.create_run_folder(settings, ["command"]):
+    with run_folder.create_and_lock_run_folder(settings, ["command"]):
         (tmp_path / "failure.txt").symlink_to("/dev/full")
         run = supervisor.Supervisor(settings)
         run._master = SimpleNamespace(pid=1234, wait=lambda: -9)
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         try:  # writes to files fail
             resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "run.json").stat().st_size, before[1]))
-            end = run._wait_for_master_exit()
+            end = run._report_master_exit(-9)
             run._record_exit(end)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -23,7 +23,7 @@ from synkhronos.launcher.configuration.settings import Settings, merge_tables
 from synkhronos.launcher.configuration.sources import parse_set_option, read_environment, read_session_file
 from synkhronos.launcher.model_class.model_interface import import_model_class
 from synkhronos.launcher.model_class.model_recorder import ModelRecorder
-from synkhronos.launcher.supervision.run_folder import create_run_folder
+from synkhronos.launcher.supervision.run_folder import create_and_lock_run_folder
 
 MODEL = {"model": "launch_models/mlp.py:MLP", "devices": "cpu"}
 GPUS = get_n_gpu()
@@ -182,7 +182,7 @@ def test_launch_refuses_unimportable_file_names(monkeypatch, tmp_path):
 def test_run_folder_that_cannot_be_made_is_named(tmp_path):
     settings = Settings("module", "Class", ".", ("cpu",), folder="/proc/no/folder")
     with pytest.raises(SettingsError, match="folder: /proc/no/folder can't be made or written: .*No such file"):
-        create_run_folder(settings, [])
+        create_and_lock_run_folder(settings, [])
     (tmp_path / "file").touch()
     for folder, words in (
         ("file", "File exists"),
@@ -191,22 +191,22 @@ def test_run_folder_that_cannot_be_made_is_named(tmp_path):
         ("\0", "embedded null"),  # "byte", or "character in path" from Python 3.13 on
     ):
         with pytest.raises(SettingsError, match=f"folder: .* can't be made or written: .*{words}"):
-            create_run_folder(dataclasses.replace(settings, folder=str(tmp_path / folder)), [])
+            create_and_lock_run_folder(dataclasses.replace(settings, folder=str(tmp_path / folder)), [])
     (tmp_path / "settings.json").mkdir()
     with pytest.raises(SettingsError, match="folder: .* can't be written: .*Is a directory"):
-        create_run_folder(dataclasses.replace(settings, folder=str(tmp_path)), [])
+        create_and_lock_run_folder(dataclasses.replace(settings, folder=str(tmp_path)), [])
 
 
 def test_run_folder_without_results_is_reused(monkeypatch, tmp_path):
     monkeypatch.chdir(SUPPORT)
     sources = [{**MODEL, "folder": str(tmp_path)}]
     settings = resolve_settings(sources)
-    with create_run_folder(settings, []):
+    with create_and_lock_run_folder(settings, []):
         with raises(SettingsError, "folder"):
-            create_run_folder(settings, [])
+            create_and_lock_run_folder(settings, [])
     for name in ("failure.txt", "rank-0.log", "processes.json"):
         (tmp_path / name).touch()
-    with create_run_folder(resolve_settings(sources), []):
+    with create_and_lock_run_folder(resolve_settings(sources), []):
         assert not (tmp_path / "failure.txt").exists()
     for name in ("rank-1.jsonl", "reports.jsonl", "params.npz"):
         (tmp_path / name).touch()

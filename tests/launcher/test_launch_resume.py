@@ -210,4 +210,4 @@ def test_resume_accepts_another_number_of_ranks(tmp_path):
     train(tmp_path, "MLP", "--resume", "--devices=cpu", "--ranks=3", epochs=2, rule="EASGD")
     assert [report["batch"] for report in read_json_lines(tmp_path, "reports")] == ["2 x 10", "3 x 10"]
     done = train(tmp_path, "MLP", "--resume", epochs=3, status=1)
-    assert re.search(r"CheckpointError: .*rows-0+9 is of the rule EASGD, got BSP", done.stderr)
+    assert re.search(r"CheckpointError: .*rows-0+9 has the state of the rule EASGD, got BSP", done.stderr)

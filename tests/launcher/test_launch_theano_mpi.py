@@ -2,6 +2,7 @@
 
 import ast
 import json
+import pickle
 import re
 import subprocess
 import sys
@@ -305,7 +306,36 @@ def test_recorder_returns_the_latest_validation():
     assert recorder.get_latest_val_info() is None
     recorder.set_validation_means(6, {"cost": 0.5, "error": 0.25})
     assert recorder.get_latest_val_info() == [6, 0.5, 0.25, None]
-    for method in ("start_epoch", "gather_val_info", "clear_train_info", "show"):
-        getattr(recorder, method)()
-    recorder.end_epoch(6, 0), recorder.print_val_info(6), recorder.save(6, 0.1), recorder.cut(3)
-    assert recorder.get_latest_val_info()[0] == 6
+
+
+def test_recorder_clears_costs():
+    recorder = ModelRecorder(0)
+    recorder.train_error(1, 0.5)
+    assert recorder.get_last_weight() == 1
+    recorder.clear_train_info()
+    assert recorder.get_last_weight() == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [
+        ("start_epoch", ()),
+        ("gather_val_info", ()),
+        ("show", ()),
+        ("end_epoch", (6, 0)),
+        ("print_val_info", (6,)),
+        ("save", (6, 0.1)),
+        ("cut", (3,)),
+        ("load", (6,)),
+    ],
+)
+def test_recorder_methods_that_the_run_replaces_do_nothing(method, arguments, tmp_path, capsys):
+    recorder = ModelRecorder(0, folder=tmp_path)
+    recorder.start()
+    recorder.set_validation_means(6, {"cost": 0.5})
+    recorder.train_error(1, 0.5, 0.25, 3)
+    recorder.val_error(1, 0.25)
+    before = pickle.dumps(recorder)
+    assert getattr(recorder, method)(*arguments) is None
+    assert pickle.dumps(recorder) == before
+    assert capsys.readouterr().out == "" and not list(tmp_path.iterdir())

@@ -7,11 +7,11 @@ import pytest
 from lint_names import (
     BASELINE,
     Finding,
+    check_names,
     count_by_rule,
     find_additions,
     find_missing_files,
     find_unlisted_imports,
-    findings,
 )
 
 WHOLE = '''
@@ -28,7 +28,7 @@ class Parcel:
 
 def lint(source, **others):
     sources = {"synkhronos/one.py": source} | {f"synkhronos/{name}.py": text for name, text in others.items()}
-    return [(finding.rule, finding.line, finding.text) for finding in findings(sources)]
+    return [(finding.rule, finding.line, finding.text) for finding in check_names(sources)]
 
 
 def test_lint_names_accepts_a_clean_file():
@@ -71,7 +71,7 @@ def test_lint_names_finds_a_duplicate_class():
     assert lint(WHOLE, two=other) == [("class name in use", 2, "Parcel, also in synkhronos/one.py")]
     private = other.replace("Parcel", "_Parcel")
     assert lint(WHOLE, two=private) == [("class name in use", 2, "Parcel, also in synkhronos/one.py")]
-    assert list(findings({"synkhronos/compat/theano/one.py": other, "synkhronos/two.py": other})) == []
+    assert list(check_names({"synkhronos/compat/theano/one.py": other, "synkhronos/two.py": other})) == []
 
 
 def test_lint_names_finds_an_unknown_parameter():
@@ -107,7 +107,7 @@ def test_lint_names_reads_descriptions_of_update_rules():
 
 def test_lint_names_requires_no_docstrings_outside_of_the_package():
     source = WHOLE.replace('"""Return the weight in bytes."""', "pass").replace("A message", "What is sent")
-    lint = findings({"tests/one.py": source, "tests/two.py": source})
+    lint = check_names({"tests/one.py": source, "tests/two.py": source})
     assert [finding.rule for finding in lint] == ["clause for a noun"] * 2
 
 

@@ -168,7 +168,7 @@ def test_death_noticed_while_the_master_fails_is_named(two):
     events = []
 
     def trace(frame, event, arg):
-        if frame.f_code is CommandRunner._run_own_part.__code__:
+        if frame.f_code is CommandRunner._post_and_run_own_part.__code__:
             return trace_lines
         return None
 

@@ -36,10 +36,17 @@ def kill(session, rank=1):
     os.waitid(os.P_PID, session.worker_pids[rank], os.WEXITED | os.WNOWAIT)
 
 
-def kill_and_replace(session, call, rank=1):
+def kill_and_expect_error(session, call, rank=1):
+    """Kill a worker, and check that the call raises WorkerError."""
     kill(session, rank)
     with pytest.raises(synk.WorkerError, match="SIGKILL"):
         call()
+
+
+def check_failed_start(death, error):
+    """Check that a death is a failed start of the ranks, by this error."""
+    assert death.cause == f"could not start: {error}" and death.is_failed_start
+    assert death.rank == 0 and death.host == "" and death.pid == 0 and death.lost_ranks == ()
 
 
 def make_sum():
@@ -56,7 +63,7 @@ def test_new_workers_have_data_functions_and_variables(session, spawn):
     f(data)
     with session.keep_memory():
         for rank in (1, 2):
-            kill_and_replace(session, lambda: f(data), rank)
+            kill_and_expect_error(session, lambda: f(data), rank)
             assert session.death.rank == rank and "SIGKILL" in session.death.cause
             before = w.get_value()
             session.replace_workers(spawn)
@@ -85,7 +92,7 @@ def test_fresh_workers_have_the_memory_of_the_old_ones(session, tmp_path):
     f(newest)
     newest.free_memory()
     with session.keep_memory():
-        kill_and_replace(session, lambda: f(many[0]))
+        kill_and_expect_error(session, lambda: f(many[0]))
         session.replace_workers(spawn=True)
         view[0] = 100.0
         assert [float(read_results(f(data))) for data in (many[5], many[69], file, parts)] == [110.0, 207.0, 15.0, 10.0]
@@ -97,7 +104,7 @@ def test_master_alone_closes_the_files_of_its_memory(session):
     f = synk.function([x], (x.sum(), "sum"))
     f(data[0])
     with session.keep_memory():
-        kill_and_replace(session, lambda: f(data[0]))
+        kill_and_expect_error(session, lambda: f(data[0]))
         files = len(os.listdir("/proc/self/fd"))
         session.replace_workers(spawn=True, excluded_ranks=(1, 2))
         assert len(os.listdir("/proc/self/fd")) <= files
@@ -112,7 +119,7 @@ def test_fresh_workers_refuse_a_file_that_has_been_replaced(session, tmp_path):
     np.save(tmp_path / "new.npy", np.zeros(6))
     os.replace(tmp_path / "new.npy", tmp_path / "rows.npy")
     with session.keep_memory():
-        kill_and_replace(session, lambda: f(file))
+        kill_and_expect_error(session, lambda: f(file))
         with pytest.raises(OSError, match="rows.npy has changed since it was mapped"):
             session.replace_workers(spawn=True)
 
@@ -121,7 +128,7 @@ def test_compiled_functions_are_inherited(session):
     f, data = make_sum()
     f(data)
     with session.keep_memory():
-        kill_and_replace(session, lambda: f(data))
+        kill_and_expect_error(session, lambda: f(data))
         session.replace_workers()
         assert session.run(CountCompiled(get_dispatcher(f).key)) == [1, 1, 1]
 
@@ -146,7 +153,7 @@ def test_streams_of_new_workers_differ(session, spawn):
     data = synk.data(np.ones((6, 3)))
     drawn = [read_results(f(data))]
     with session.keep_memory():
-        kill_and_replace(session, lambda: f(data))
+        kill_and_expect_error(session, lambda: f(data))
         session.replace_workers(spawn)
         drawn.append(read_results(f(data)))
     numbers = np.concatenate(drawn)
@@ -157,7 +164,7 @@ def test_settings_reach_new_workers(session):
     f, data = make_sum()
     f(data)
     with session.keep_memory():
-        kill_and_replace(session, lambda: f(data))
+        kill_and_expect_error(session, lambda: f(data))
         with np.errstate(divide="ignore"):  # only at the fork
             session.replace_workers()
         f(data)
@@ -179,7 +186,7 @@ def test_interrupted_replacement_closes_the_ranks(session):
     user = Interrupted()
     session.replacement_callbacks[user] = Interrupted.raise_interrupt
     with session.keep_memory():
-        kill_and_replace(session, lambda: f(data))
+        kill_and_expect_error(session, lambda: f(data))
         with pytest.raises(KeyboardInterrupt):
             session.replace_workers()
     assert not session.worker_pids
@@ -193,12 +200,12 @@ def test_ranks_stay_until_the_new_control_memory_is_created(session, monkeypatch
     f, data = make_sum()
     f(data)
     with session.keep_memory():
-        kill_and_replace(session, lambda: f(data))
+        kill_and_expect_error(session, lambda: f(data))
         with monkeypatch.context() as patched, pytest.raises(MemoryError, match="not enough memory"):
             patched.setattr(ranks.session, "ProcessGroup", mock.Mock(side_effect=MemoryError("not enough memory")))
             session.replace_workers(excluded_ranks=(1,))
         assert session.size == 3 and session.has_kept_memory
-        assert session.death == (0, "", 0, "could not start: MemoryError: not enough memory", (), True)
+        check_failed_start(session.death, "MemoryError: not enough memory")
         session.replace_workers(excluded_ranks=(1,))
         assert session.size == 2 and session.death is None and float(read_results(f(data))) == 18.0
 
@@ -207,11 +214,12 @@ def test_error_of_a_new_link_is_the_next_death(session, monkeypatch):
     f, data = make_sum()
     f(data)
     with session.keep_memory():
-        kill_and_replace(session, lambda: f(data))
+        kill_and_expect_error(session, lambda: f(data))
         with monkeypatch.context() as patched, pytest.raises(OSError, match="too many files"):
             patched.setattr(session._group.link, "reconnect", mock.Mock(side_effect=OSError("too many files")))
             session.replace_workers(excluded_ranks=(1,))
-        assert session.size == 3 and session.death == (0, "", 0, "could not start: OSError: too many files", (), True)
+        assert session.size == 3
+        check_failed_start(session.death, "OSError: too many files")
         session.replace_workers()
         assert session.size == 3 and float(read_results(f(data))) == 18.0
 
@@ -222,17 +230,17 @@ def test_interrupt_after_the_new_link_ends_its_agents(session, monkeypatch):
     link = mock.Mock(shut_down=mock.Mock())
     type(link).needs_control_file = mock.PropertyMock(side_effect=KeyboardInterrupt)  # read before the deferral
     with session.keep_memory():
-        kill_and_replace(session, lambda: f(data))
+        kill_and_expect_error(session, lambda: f(data))
         monkeypatch.setattr(session._group.link, "reconnect", lambda excluded_ranks: link)
         with pytest.raises(KeyboardInterrupt):
             session.replace_workers()
     link.shut_down.assert_called_once()
 
 
-def test_after_the_context_a_death_frees_all(session):
+def test_end_of_keep_memory_after_a_death_frees_all_memory(session):
     f, data = make_sum()
     with session.keep_memory():
-        kill_and_replace(session, lambda: f(data))
+        kill_and_expect_error(session, lambda: f(data))
     with pytest.raises(RuntimeError, match="no worker has died within"):
         session.replace_workers()
     with pytest.raises(RuntimeError, match="memory was freed"):
@@ -240,10 +248,10 @@ def test_after_the_context_a_death_frees_all(session):
     assert not len(session.rank.segments)
 
 
-def test_death_outside_the_replacement_context_frees_all(session):
+def test_death_after_keep_memory_frees_all_memory(session):
     f, data = make_sum()
     with session.keep_memory():
         f(data)
-    kill_and_replace(session, lambda: f(data))
+    kill_and_expect_error(session, lambda: f(data))
     with pytest.raises(RuntimeError, match="memory was freed"):
         data[0]

@@ -369,7 +369,7 @@ def test_average_in_float16_does_not_overflow(n_ranks):
 
 @pytest.mark.parametrize("precision", ["float16", "bfloat16"])
 @pytest.mark.parametrize(
-    "make", [rules.LocalSGD, rules.SlowMo, rules.DiLoCo, programs.Averaged], ids=lambda m: m.__name__
+    "make", [rules.LocalSGD, rules.SlowMo, rules.DiLoCo, programs.MeanRule], ids=lambda m: m.__name__
 )
 def test_rules_with_precision_16_stay_close(n_ranks, make, precision):
     trace, report, _, _ = train(make(3, precision=precision))

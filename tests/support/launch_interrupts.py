@@ -21,7 +21,7 @@ class ShellSupervisor(supervisor.Supervisor):
     def __init__(self, folder, script, **settings):
         super().__init__(Settings("module", "Class", ".", ("cpu",), folder=str(folder), **settings))
         self.script = script
-        run_folder.create_run_folder(self.settings, []).close()
+        run_folder.create_and_lock_run_folder(self.settings, []).close()
 
     def _start_master(self, consoles):
         # Signals are sent once the supervisor knows the processes to forward them to.

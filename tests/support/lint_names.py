@@ -125,7 +125,7 @@ def find_described_arguments(function: ast.FunctionDef) -> Iterator[tuple[int, s
                         yield keyword.value.lineno, keyword.value.value
 
 
-def findings(sources: Mapping[str, str]) -> Iterator[Finding]:
+def check_names(sources: Mapping[str, str]) -> Iterator[Finding]:
     """Yield the findings of names and docstrings.
 
     Parameters
@@ -211,7 +211,7 @@ def main(arguments: list[str]) -> int:
     config = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
     checked = read_sources([*config["files"], *config["mypy_path"]])
     found = [
-        *findings({**read_sources(["synkhronos", "tests", "benchmarks", "demos", "docs"]), **checked}),
+        *check_names({**read_sources(["synkhronos", "tests", "benchmarks", "demos", "docs"]), **checked}),
         *find_unlisted_imports(checked, [name for override in config["overrides"] for name in override["module"]]),
     ]
     baseline = json.loads(BASELINE.read_text())

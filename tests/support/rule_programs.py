@@ -64,14 +64,14 @@ def train(context, rule, w, v, shared, problem, optimizer, eta, steps, on_device
     return np.array(trace), report, rank_state, numbers
 
 
-class Averaged(rules.Rule):
+class MeanRule(rules.Rule):
     """Rule without `setup` that moves each rank to the mean."""
 
     def exchange(self, context, state):
         state.vector = self.compute_mean(context, state)
 
 
-# rule begins
+# rule begins: docs/extending.rst includes the lines from here to "rule ends"
 class Halfway(rules.Rule):
     """Move each rank halfway to the mean of all ranks, every 5 steps."""
 

@@ -61,7 +61,11 @@ OTHERS = {
         {"update_rule": lambda *args, **kwargs: sgd(*args, **kwargs)},
         r"its variables of the update rule are .*w_velocity \[4\] float64.*, expected none",
     ),
-    "exchange rule": ({"rule": rules.LocalSGD()}, {"rule": rules.EASGD()}, "is of the rule LocalSGD, got EASGD"),
+    "exchange rule": (
+        {"rule": rules.LocalSGD()},
+        {"rule": rules.EASGD()},
+        "has the state of the rule LocalSGD, got EASGD",
+    ),
     "its option": (
         {"rule": rules.LocalSGD(state="keep")},
         {"rule": rules.LocalSGD(state="reset")},

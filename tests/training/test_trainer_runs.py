@@ -486,7 +486,7 @@ def test_resume_refuses_a_checkpoint_of_something_else(fork, tmp_path):
                 X, Y, 5, 2, checkpoint=checkpoint, resume="latest"
             )
         )
-    with pytest.raises(CheckpointError, match="is of the rule LocalSGD, got EASGD"):
+    with pytest.raises(CheckpointError, match="has the state of the rule LocalSGD, got EASGD"):
         next(Model("EASGD").epochs(5, 2, checkpoint=checkpoint, resume="latest"))
     with pytest.raises(CheckpointError, match="the order of rows would be another"):
         next(Model("LocalSGD").epochs(5, 2, seed=1, checkpoint=checkpoint, resume="latest"))

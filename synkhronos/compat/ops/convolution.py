@@ -119,7 +119,7 @@ class _ConvolutionOp(NumpyOp):
         )
 
     def flip_filters(self, weights: Any, array_module: Any = np) -> Any:
-        """Return filters flipped if the Op flips them: from Theano's order to that of a correlation, or back."""
+        """Return the filters, flipped if the Op flips them: from Theano's order to a correlation's order, or back."""
         return array_module.flip(weights, tuple(range(2, self.n_spatial + 2))) if self.flip else weights
 
     def _to_matrix(self, weights: np.ndarray) -> np.ndarray:

@@ -185,7 +185,7 @@ class BatchNormTrainGrad(_BatchNorm):
         # Copies, since one input may depend on another.
         copies = x, *arguments = [v.copy() for v in inputs]
         pairs = zip(self.compute_gradients(_count_elements(x, self.axes), x, *arguments), output_grads, strict=True)
-        # Copies again: the gradient stops at variables in known_grads, but that of the array passes through both sums.
+        # Copies again: the gradient stops at variables in known_grads, but x's gradient passes through both sums.
         known_grads = {v.copy(): g for v, g in pairs if not isinstance(g.type, DisconnectedType)}
         return list(grad(None, copies, known_grads=known_grads, disconnected_inputs="ignore"))
 
@@ -233,7 +233,7 @@ def _compute_sign_from_input(fgraph: Any, node: Any) -> list[Any] | None:
     return RectifiedBatchNormTrainGrad(node.op.axes)(x, g, scale, mean, invstd, norm.inputs[2], return_list=True)
 
 
-# After the canonical form, which may replace the operands of the switch.
+# This rewrite runs after the canonical form, which may replace the operands of the switch.
 optdb.register(
     "compute_sign_from_input", in2out(_compute_sign_from_input, name="compute_sign_from_input"), "jax", position=48.2
 )
@@ -313,7 +313,8 @@ def _sum_together(op: _BatchNorm, a: Any, b: Any) -> Sequence[Any]:
 
     if jax.default_backend() != "gpu":
         return [v.sum(axis=op.axes, keepdims=True) for v in (a, b)]
-    # As one reduction, since each has a short last kernel.  On CPUs it would be slower, and less accurate.
+    # One reduction computes both sums, since each reduction has a short last kernel.  On CPUs it would be slower, and
+    # less accurate.
     zero = np.zeros((), a.dtype)
     sums = lax.reduce((a, b), (zero, zero), lambda x, y: (x[0] + y[0], x[1] + y[1]), op.axes)
     return [jnp.expand_dims(s, op.axes) for s in sums]

@@ -261,9 +261,9 @@ class MaxPoolGradGrad(_PoolingGrad):
 
 @node_rewriter([Elemwise])
 def _mask_before_pooling(fgraph: Any, node: Any) -> list[Any] | None:
-    """Mask the maxima's gradient in place of the array's, which has more elements, if the array was rectified.
+    """Mask the gradient of the maxima instead of the larger gradient of the array, if the array was rectified.
 
-    An element that gets a gradient equals its window's maximum, so both are positive or none is.
+    An element that gets a gradient equals its window's maximum, so both or neither are positive.
     """
     if (parts := split_masked_gradient(node)) is None:
         return None
@@ -278,12 +278,13 @@ def _mask_before_pooling(fgraph: Any, node: Any) -> list[Any] | None:
     return pool.op(x, maxima, masked, return_list=True)
 
 
-# After the canonical form, and before that of normalization.py, which would mask the array's gradient.
+# This rewrite runs after the canonical form, and before the rewrite of normalization.py, which would mask the array's
+# gradient.
 optdb.register("mask_before_pooling", in2out(_mask_before_pooling, name="mask_before_pooling"), "jax", position=48.1)
 
 
 def _get_lowest_value(dtype: Any) -> Any:
-    return np.iinfo(dtype).min if np.dtype(dtype).kind in "iub" else -np.inf  # of JAX's bfloat16 the kind is V
+    return np.iinfo(dtype).min if np.dtype(dtype).kind in "iub" else -np.inf  # the kind of JAX's bfloat16 is V
 
 
 # -- XLA -----------------------------------------------------------------------------------------------------------
@@ -339,7 +340,7 @@ def _lower_pool(op: Pool, x: Any) -> Any:
     from jax import lax
 
     if op.mode == "max":
-        # With this barrier the maxima are those of `_recompute_maxima`, and computed once.
+        # With this barrier the maxima equal the maxima of `_recompute_maxima`, and XLA computes them once.
         return _find_maxima(op, x)[0] if _uses_bits(op) else _max_pool_with_xla(op, lax.optimization_barrier(x))
     sums = _reduce_windows(op, x, np.zeros((), x.dtype), lax.add)
     return sums / op.count_window_elements(x.shape[-op.n_spatial :], x.dtype) if op.mode.startswith("average") else sums

@@ -9,11 +9,12 @@ finds this package.  Processes of one experiment::
                      │ forks
                  workers 1, 2, ...: the other ranks; run NAME_worker.py
 
-On several hosts the ranks are those of ``fork(hosts=...)``, and each host has a controller.  That of the first host
-starts worker 0, as above; on another host the first worker starts the controller, which ends with its workers.
+On several hosts the ranks are the ranks of ``fork(hosts=...)``, and each host has a controller.  The controller of the
+first host starts worker 0, as above.  On another host the first worker starts the controller, which ends with its
+workers.
 
 Every worker has a socket to the controller of its host, for requests and for the report of its own failure.
-Collectives and the lock are those of `synkhronos.RankContext`.  Shared parameters are in memory that the controller
+Collectives and the lock are methods of `synkhronos.RankContext`.  Shared parameters are in memory that the controller
 creates, and whose file descriptor it sends to each worker.  Mini-batches are sent over sockets by the process that
 calls ``send_mb``.
 """

@@ -1,4 +1,4 @@
-"""Exchange rules between a worker's parameters and the shared ones, for `Worker.sync_params`."""
+"""Exchange rules between a worker's parameters and the shared parameters, for `Worker.sync_params`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class ParamSyncRule:
     """Base class of rules; a subclass defines either `update_params` or `theano_update`."""
 
     def make_update_function(self, local_params: Sequence[Any]) -> Callable[[Sequence[np.ndarray]], None]:
-        """Return a function that updates the shared parameters, its argument, in place, and sets the worker's."""
+        """Return a function of the shared parameters that updates them in place, and sets the worker's parameters."""
         try:
             function = self.theano_update(local_params)
         except NotImplementedError:
@@ -31,7 +31,7 @@ class ParamSyncRule:
             param.set_value(value)
 
     def theano_update(self, local_params: Sequence[Any]) -> Callable[..., Sequence[np.ndarray]]:
-        """Return a compiled function that maps the shared parameters to new values, and updates the worker's."""
+        """Return a compiled function from the shared parameters to their new values; it updates the worker's."""
         raise NotImplementedError
 
     def update_params(self, local_params: list[np.ndarray], master_params: Sequence[np.ndarray]) -> None:

@@ -48,12 +48,12 @@ def main() -> None:
     except WorkerError as error:
         sys.stderr.write(f"{error}\n")
         text, _, _ = str(error).splitlines()[0].partition("; the other workers")
-        # A worker of another host has reported to its own controller alone.
+        # A worker of another host has reported only to the controller of its host.
         _, is_self_reported, message = text.partition(f" raised {ScriptError.__name__}: ")
         message = message or text.replace(f"rank {error.rank}", f"worker {error.rank}", 1)
         _report_failure(error.rank, message, bool(is_self_reported))
         sys.exit(1)
-    except RuntimeError as error:  # others wait for a worker that has ended
+    except RuntimeError as error:  # other workers wait for a worker that has ended
         _report_failure(0, str(error))
         raise
     finally:
@@ -101,7 +101,7 @@ def _to_visible_device(device: str) -> str:
 def run_script(context: RankContext, settings: WorkerSettings) -> None:
     """Run the worker's file on one rank; raise ScriptError if it fails, or exits with a status other than 0."""
     os.makedirs(os.path.dirname(settings.logs[0]), exist_ok=True)  # hosts may share no folder
-    if context.number:  # worker 0 was started with files of its own
+    if context.number:  # worker 0 was started with its own files
         sys.stdout.flush()
         sys.stderr.flush()
         for file, kind in ((1, "out"), (2, "err")):
@@ -114,7 +114,7 @@ def run_script(context: RankContext, settings: WorkerSettings) -> None:
 
 @contextlib.contextmanager
 def _connect_to_controller(context: RankContext, settings: WorkerSettings) -> Iterator[None]:
-    """Connect a worker with its host's controller; the first worker of another host starts that."""
+    """Connect a worker with its host's controller; the first worker of another host starts the controller."""
     folder, first_rank = os.path.dirname(settings.logs[0]), get_rank(context).local_ranks.start
     if settings.hosts is None or not first_rank:
         controller_connection.current_connection = controller_connection.ControllerConnection(

@@ -1,7 +1,7 @@
 """The module ``theano``, on PyTensor.
 
-Its modules re-export PyTensor's names, and define functions whose names or arguments differ from Theano's.  Those that
-only re-export names have no file here: they are in `synkhronos.compat.re_exports`.
+Its modules re-export PyTensor's names, and define functions whose names or arguments differ from Theano's.  Modules
+that only re-export names have no file here: `synkhronos.compat.re_exports` defines them.
 """
 
 import pytensor

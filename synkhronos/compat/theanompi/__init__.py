@@ -2,7 +2,7 @@
 
 import pkgutil
 
-# Everything else lies in the user's copy, which may be found later than this.
+# All other modules are in the user's copy of Theano-MPI, which may be later in the search path than this package.
 __path__ = pkgutil.extend_path(__path__, __name__)
 
 from .rules import ASGD, BSP, EASGD, GOSGD

@@ -77,7 +77,7 @@ class Settings:
     checkpoint: int = 0
     #: Number of the newest checkpoints that are kept.
     keep: int = 3
-    #: Seconds that ranks have to write a checkpoint after a scheduler's signal; 0: none, they are killed.
+    #: Seconds that ranks have to write a checkpoint after a scheduler's signal; 0: ranks are killed without one.
     grace: float = 30.0
     #: Maximal number of starts from the newest checkpoint after a failure.
     restarts: int = 0

@@ -44,7 +44,7 @@ def read_session_file(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def check_setting_names(settings: Mapping[str, Any], source: str) -> None:
-    """Raise SettingsError for a name that is not a setting's; ``source`` is where the names are from."""
+    """Raise SettingsError for a name that is not the name of a setting; ``source`` is the source of the names."""
     for key in settings:
         if key not in SETTING_KEYS:
             raise SettingsError(

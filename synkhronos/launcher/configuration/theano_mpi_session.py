@@ -1,6 +1,6 @@
 """Parser of Theano-MPI's session files, ``KEY=VALUE``.
 
-Theano-MPI runs them in bash.  Here assignments are parsed, and nothing is expanded or run.
+Theano-MPI runs session files in bash.  This parser reads the assignments, and expands or runs nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from synkhronos.launcher.configuration.settings import merge_tables
 
-#: Values of the two keys for BSP's exchange, and the settings that they stand for.
+#: Settings for each value of the two keys for BSP's exchange.
 _SYNC_TYPES: dict[str, dict[str, Any]] = {
     "avg": {"rule_options": {"average": "params"}},
     "cdd": {"rule_options": {"average": "gradient"}},
@@ -27,7 +27,7 @@ _EXCHANGE_KEYS = {
     **dict.fromkeys(("bspsynctype", "synctype", "syncrule"), _SYNC_TYPES),
     **dict.fromkeys(("bspexchstrategy", "exchstrategy", "exchstrat", "strategy"), _EXCH_STRATEGIES),
 }
-#: Names of settings by the other keys.
+#: Name of the setting for each other key.
 _SETTINGS_BY_KEY = {
     "rule": "rule",
     "modelfile": "modelfile",

@@ -44,7 +44,7 @@ def _snapshot_value(shared: SharedVariable) -> Any:
     return get_array_device(value).snapshot(value)
 
 
-#: Present names of attributes that were renamed.
+#: Present names of renamed attributes, by their old names.
 _RENAMED_ATTRIBUTES = {"tested": "val_outputs", "trained": "trainable_params", "shown": "step_outputs"}
 
 
@@ -295,14 +295,14 @@ class Model:
     def _shard_updates(self, library: Any, rule: RuleUpdates) -> tuple[RuleUpdates, Any]:
         """Shard updates over the ranks; return the updates of this rank, and its row of the gradient's matrix.
 
-        They replace the reduced gradient in the row by new parameters.  `_gather_fn` sets the parameters to those in
+        The updates replace the reduced gradient in the row by new parameters.  `_gather_fn` copies the parameters from
         the matrix of all ranks' rows.
         """
         shards = ShardedUpdates(rule, self.trainable_params, self.size, f"{type(self).__name__}.updates()")
         self.sharded_variables, self.gathers_gradient = shards.sharded_variables, shards.gathers_gradient
         for variable in self.sharded_variables.values():
             variable.set_shard(self.rank, self.size)
-        # A constant: checkpoints would have a shared variable, and other ranks resume from them.
+        # A constant, not a shared variable: it would be in checkpoints, from which other ranks resume.
         number = {shards.rank: library.tensor.constant(self.rank, dtype="int64")}
         new_values = library.clone(list(shards.local_updates.values()), number)
         updates = OrderedDict(zip(shards.local_updates, new_values, strict=True))
@@ -348,7 +348,7 @@ class Model:
             for rows in np.array_split(np.arange(len(batch[0])), self.num_slices):
                 if rows.size:
                     self.train_fn(*(array[rows[0] : rows[-1] + 1] for array in batch))
-        if self.has_rank_means:  # XLA computes them before the exchange of this step
+        if self.has_rank_means:  # XLA computes these means before the exchange of this step
             updated = [*self.params, *self.vels, *self.step_outputs]
             values = [get_library(shared).borrow_value(shared) for shared in updated]
             get_array_device(values[0]).wait(values)

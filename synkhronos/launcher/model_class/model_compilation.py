@@ -16,8 +16,9 @@ from synkhronos.rules import BSP, Rule
 def _compile_functions(model: Any, sync_type: str) -> None:
     """Call ``compile_iter_fns``, with ``sync_type`` if it has this parameter.
 
-    Theano-MPI calls the exchange of gradients "cdd", and that of parameters "avg".  If ``size > 1``, its models compile
-    a function for gradients and one for updates, which only "cdd" can use.  So for "avg" ``size`` is 1 during the call.
+    Theano-MPI calls the exchange of gradients "cdd", and the exchange of parameters "avg".  If ``size > 1``, its models
+    compile a function for gradients and one for updates, which only "cdd" can use.  So for "avg" ``size`` is 1 during
+    the call.
     """
     size = getattr(model, "size", 1)
     if sync_type != "cdd" and size != 1:
@@ -32,8 +33,9 @@ def _compile_functions(model: Any, sync_type: str) -> None:
 def set_model_options(model: Any, options: Mapping[str, Any], rule: Rule, name: str) -> None:
     """Set the options of a `synkhronos.launcher.Model`'s step.
 
-    They override attributes of the class, whose ``name`` is for errors.  Raise ModelInterfaceError if an option is
-    wrong, the class is not a `Model`, or the rule does not exchange gradients in their own precision.
+    The options override attributes of the class.  ``name`` is the name of the class in errors.  Raise
+    ModelInterfaceError if an option is wrong, the class is not a `Model`, or the rule does not exchange gradients in
+    their own precision.
     """
     if not isinstance(model, Model):
         if options:

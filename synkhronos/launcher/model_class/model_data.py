@@ -15,7 +15,7 @@ Batch = tuple[np.ndarray, ...]
 
 
 class ModelData:
-    """Batches of one rank, of the data that `Model.load` returns; ``model_name`` is for errors.
+    """One rank's batches of the data that `Model.load` returns.  ``model_name`` is the name of the model in errors.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""Interface of model classes, which is that of Theano-MPI's models.
+"""Interface of model classes, equal to the interface of Theano-MPI's models.
 
 A model class need not inherit from a class of this library.  Its methods and attributes are found by name, and checked
 before the run.  Each method is called with the arguments that its signature accepts.
@@ -125,7 +125,7 @@ def make_instance(model_class: type, config: dict[str, Any]) -> Any:
 
 
 def call_by_signature(method: Any, *arguments: Any, **keywords: Any) -> Any:
-    """Call a method with those arguments that its signature accepts: leading positional ones, and keywords."""
+    """Call a method with the leading positional arguments and the keywords that its signature accepts."""
     parameters = inspect.signature(method).parameters.values()
     accepts_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     keywords = {key: value for key, value in keywords.items() if accepts_all or any(p.name == key for p in parameters)}
@@ -139,13 +139,13 @@ def call_by_signature(method: Any, *arguments: Any, **keywords: Any) -> Any:
 
 
 def call_optional(model: Any, name: str, *arguments: Any, **keywords: Any) -> Any:
-    """Call an optional method of a model, if it has it, with those arguments that its signature accepts."""
+    """Call a method with the arguments that its signature accepts, if the model has the method."""
     method = getattr(model, name, None)
     return call_by_signature(method, *arguments, **keywords) if callable(method) else None
 
 
 def get_n_epochs(model: Any, settings: Settings) -> int:
-    """Return the number of epochs from the settings, or else from the model; raise ModelInterfaceError without any."""
+    """Return the number of epochs in the settings, or else of the model; raise ModelInterfaceError if both lack it."""
     epochs = settings.epochs if settings.epochs is not None else getattr(model, "n_epochs", None)
     if not is_count(epochs, 1):
         raise ModelInterfaceError(
@@ -163,7 +163,7 @@ def get_steps_per_batch(model: Any) -> int:
 def parse_val_iter_result(result: Any, batch: int, next_batch: int) -> tuple[int, bool]:
     """Return the number of the next validation batch, and whether ``val_iter`` has ended the validation and the run.
 
-    After ``batch`` comes ``next_batch``, unless ``val_iter`` has returned another number above ``batch``.  Raise
+    The next number is ``next_batch``, unless ``val_iter`` has returned another number above ``batch``.  Raise
     ModelInterfaceError if it has returned anything else than a number, None or "stop".
 
     Examples
@@ -193,7 +193,7 @@ def get_batch_size(model: Any) -> int:
 
 
 def get_learning_rate(model: Any) -> float:
-    """Return the value of the model's ``shared_lr``, ``lr`` or ``learning_rate``; NaN without any."""
+    """Return the value of the model's ``shared_lr``, ``lr`` or ``learning_rate``; NaN if the model has none."""
     for name in ("shared_lr", "lr", "learning_rate"):
         value: Any = getattr(model, name, None)
         if hasattr(value, "get_value"):
@@ -205,7 +205,7 @@ def get_learning_rate(model: Any) -> float:
 
 @contextmanager
 def use_model_precision() -> Iterator[None]:
-    """Within a ``with`` block, set JAX's precision to that for which PyTensor has compiled the model's functions.
+    """Set JAX's precision, within a ``with`` block, to the precision for which PyTensor compiled the model's functions.
 
     PyTensor enables float64 in JAX only if ``floatX`` is float64, but this library's functions need it enabled.
     """

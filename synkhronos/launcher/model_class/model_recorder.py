@@ -33,7 +33,7 @@ class ModelRecorder:
     """Recorder with the methods of Theano-MPI's recorder: collects costs, errors and times, and writes lines.
 
     Lines are written to ``recorder``, or only printed without one, every ``every`` steps.  `plot` saves pictures in the
-    subfolder ``plots`` of ``folder``, the run's; without one none are drawn.
+    subfolder ``plots`` of ``folder``, the run's folder.  Without ``folder`` no pictures are drawn.
 
     Examples
     --------
@@ -88,7 +88,7 @@ class ModelRecorder:
         self._clock_start = None
 
     def train_error(self, count: int, cost: Any, error: Any = None, weight: Any = 1) -> None:
-        """Record the cost of an iteration; ``count``, Theano-MPI's, changes nothing.
+        """Record the cost of an iteration; ``count`` is an argument of Theano-MPI, and ignored.
 
         ``weight`` is the number of items over which cost and error are means.  A cost of weight 0 is ignored.
         """
@@ -108,7 +108,7 @@ class ModelRecorder:
         self._last_weight = 0
 
     def val_error(self, count: int, cost: Any, error: Any = None, error_top_5: Any = None, rows: float = 1) -> None:
-        """Add the means of a batch to the sums of the validation; ``count``, Theano-MPI's, changes nothing.
+        """Add the means of a batch to the sums of the validation; ``count`` is an argument of Theano-MPI, and ignored.
 
         ``rows`` is the weight of the batch.  A batch of weight 0 is ignored.
         """
@@ -131,8 +131,8 @@ class ModelRecorder:
         """Draw lists of numbers as lines, or an array as an image, and save a new picture in the run's folder.
 
         An image has two dimensions, or three with red, green and blue last.  Styles are ``lw``, the width of lines, and
-        ``cmap``, the colours of images.  ``save``, Theano-MPI's, changes nothing.  Without a folder or matplotlib
-        nothing is drawn.  If matplotlib is missing, the first call prints a message.
+        ``cmap``, the colours of images.  ``save`` is an argument of Theano-MPI, and ignored.  Without a folder or
+        matplotlib nothing is drawn.  If matplotlib is missing, the first call prints a message.
 
         Raise ValueError if both or neither of ``lines`` and ``image`` are given, or `plot_init` was not called with
         this name.
@@ -219,7 +219,7 @@ class ModelRecorder:
     def take_validation_sums(self) -> tuple[float, dict[str, float]]:
         """Return the sums of a validation, and reset them.
 
-        They are the sum of the batches' weights, and the sums of ``cost``, ``error`` and ``top5``, each times its
+        The sums are the sum of the batches' weights, and the sums of ``cost``, ``error`` and ``top5``, each times its
         weight.
         """
         sums = self._validation_weight, self._validation_sums

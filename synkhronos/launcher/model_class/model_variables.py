@@ -24,9 +24,9 @@ def group_variables(model: Any, exclude_normalization: bool = False) -> Variable
     - `other_variables`: integers that a function updates, and scalars that it reads, such as a learning rate.
 
     Variables in `Model.step_outputs` and in ``vels2`` are in no group: they are results, and memory of the exchange.
-    So is ``vels`` of a sharded optimizer.
+    ``vels`` of a sharded optimizer is in no group either.
 
-    With ``exclude_normalization``, parameters named ``gamma`` or ``beta``, those of batch normalization, are not
+    With ``exclude_normalization``, parameters of batch normalization, named ``gamma`` or ``beta``, are not
     exchanged, except in a `Model` that normalizes over the rows of all ranks.  Raise ModelInterfaceError if no
     parameter remains.
     """

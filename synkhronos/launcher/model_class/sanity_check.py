@@ -36,10 +36,10 @@ class IneffectiveTrainingError(RuntimeError):
 
 
 class SanityCheck:
-    """Checks of a rank's first steps: they have to change parameters, and to differ from other ranks' steps.
+    """Checks a rank's first steps: the steps must change parameters, and differ from other ranks' steps.
 
-    ``step_variables`` are those that a step computes from this rank's rows, before the exchange: parameters, or
-    gradients.
+    ``step_variables`` are the variables that a step computes from this rank's rows, before the exchange: parameters
+    or gradients.
     """
 
     def __init__(self, params: list[SharedVariable], step_variables: list[Any]):
@@ -75,7 +75,7 @@ class SanityCheck:
             )
 
     def compare_ranks(self, context: RankContext) -> None:
-        """Raise IneffectiveTrainingError if two ranks have computed equal first steps.  A collective.
+        """Raise IneffectiveTrainingError if two ranks have computed equal first steps.  All ranks must call this.
 
         Later calls do nothing.  Ranks without steps, and ranks whose steps have changed nothing, are not compared.
         """

@@ -25,8 +25,8 @@ class GradientSumRule(Rule):
     so a sum is applied one step later.
 
     If a `synkhronos.launcher.Model` has a sharded optimizer, ``vels`` is a matrix with a row for each rank.  The first
-    exchange of a step sets ``vels2`` to this rank's row of the sum, from which ``apply_gradients()`` makes new
-    parameters.  The second exchange gathers these rows of all ranks in ``vels``.
+    exchange of a step sets ``vels2`` to this rank's row of the sum.  ``apply_gradients()`` replaces the row by new
+    parameters.  The second exchange gathers the rows of all ranks in ``vels``.
     """
 
     def __init__(self, model: Any, precision: str | None = None):
@@ -66,7 +66,7 @@ class GradientSumRule(Rule):
         state.own[_PENDING] = np.asarray(self.vels2.get())
 
     def restore_pending(self, state: State) -> None:
-        """Set ``vels2`` to the pending sum of a checkpoint, if it has one of this size."""
+        """Set ``vels2`` to the pending sum of a checkpoint, if the checkpoint has a sum of this size."""
         pending = state.own.pop(_PENDING, None)
         if pending is not None and np.size(pending) == self.vels2.size:
             self.vels2.set(np.asarray(pending))

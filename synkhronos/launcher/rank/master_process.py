@@ -55,7 +55,7 @@ def main(folder: str, arguments: MasterArguments) -> int:
 
 
 def _describe_failure(error: BaseException) -> str:
-    """Return the name of the failed rank and its traceback, or only its message, if it names what the user can mend."""
+    """Return the failed rank and the traceback, or only the message of an error that the user can correct."""
     kinds = SettingsError, ModelInterfaceError
     if not isinstance(error, WorkerError):
         is_user_error = isinstance(error, kinds)
@@ -71,7 +71,8 @@ def _describe_failure(error: BaseException) -> str:
 def _log_death(folder: str, error: BaseException, is_failed_start: bool) -> None:
     """Log the cause of an error: a death, the loss of a host, or a rank that can't start.
 
-    With ``is_failed_start`` not all ranks have started in a recovery; then any exception means an unusable device.
+    ``is_failed_start`` is true if a recovery failed before all ranks had started.  Then any exception means an unusable
+    device.
     """
     death = get_last_death()
     if death is not None:

@@ -16,9 +16,9 @@ _MIN_INTERVAL_RATIO = 10.0
 
 
 class MemoryCheckpointWriter:
-    """Writer of memory checkpoints of a run; all ranks write one together, into the supervisor's folder.
+    """Writer of a run's memory checkpoints.  All ranks write each of them together, into the supervisor's folder.
 
-    The next one is due after ``due_batch`` batches of the epoch.
+    The next memory checkpoint is due after ``due_batch`` batches of the epoch.
     """
 
     def __init__(self, folder: str, state: ModelState):
@@ -32,11 +32,11 @@ class MemoryCheckpointWriter:
         self.due_batch = batch + self._interval_batches
 
     def write(self, metrics: Mapping[str, float] | None) -> None:
-        """Write the state of all ranks.  A collective.
+        """Write the state of all ranks.  All ranks must call this.
 
-        ``metrics`` are those of the epoch that has just ended; None within one.  As at a report, no message between
-        ranks is pending.  Within an epoch, the ranks have the consensus parameters while the state is written, and
-        their own ones before and afterwards.
+        ``metrics`` are the metrics of the epoch that has just ended; None within an epoch.  No message between ranks
+        may be pending.  Within an epoch the ranks have the consensus parameters while the state is written.  Before and
+        afterwards each rank has its own parameters.
         """
         state, write_start = self._state, time.monotonic()
         state.context.barrier("the memory checkpoint is due")
@@ -58,7 +58,7 @@ class MemoryCheckpointWriter:
     def _schedule_next(self, write_start: float, batch: int) -> None:
         """Schedule the next memory checkpoint; the last one was begun at ``write_start``, after batch ``batch``.
 
-        A collective.
+        All ranks must call this.
         """
         now = time.monotonic()
         interval = max(_INTERVAL_SECONDS, _MIN_INTERVAL_RATIO * (now - write_start))

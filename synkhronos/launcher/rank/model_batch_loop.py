@@ -19,7 +19,7 @@ from synkhronos.training.loops.stop_signals import StopAgreement, StopPoll, get_
 
 
 class BatchStep(NamedTuple):
-    """Step of a batch; a class may take several."""
+    """One step of a batch.  A model class may take several steps per batch."""
 
     batch_number: int
     is_last: bool
@@ -43,14 +43,14 @@ class ModelBatchLoop(BatchLoop):
         self.is_last_step, self.is_stopped_by_signal = True, False
         self._stop_agreement, self._stop_poll = StopAgreement(self.context), StopPoll(self.context, stop_flag)
         #: Minimum over ranks of the number of batches in the epoch; memory checkpoints are written before this batch.
-        #: 0 if it is unknown.
+        #: The value is 0 while the minimum is unknown.
         self._min_n_batches = 0
         self._is_memory_checkpoint_new = False
 
     def run(self) -> None:
         """Train on the remaining batches of the epoch, or until a signal.
 
-        With memory checkpoints, a collective also under asynchronous rules.
+        With memory checkpoints all ranks must call this, also under asynchronous rules.
         """
         if self.memory_checkpoints:  # asynchronous ranks may resume at different batches, but write at the same ones
             self.memory_checkpoints.schedule_after(max(self.context.all_gather(self.state.position["batch"])))
@@ -60,16 +60,16 @@ class ModelBatchLoop(BatchLoop):
     def iterate_batches(self) -> Iterator[BatchStep]:
         """Yield the steps of all batches.
 
-        Calls `exchange_n_batches` after the first step; in a resumed epoch, before it.
+        The ranks agree on the number of batches after the first step, or in a resumed epoch before it.
         """
         batch, n_steps = self.state.position["batch"], get_steps_per_batch(self.model)
         # The number of batches is read after the first step, in which a class may divide its data.
-        n_batches = self.exchange_n_batches(int(self.model.data.n_batch_train)) if batch else None
+        n_batches = self._agree_on_n_batches() if batch else None
         while n_batches is None or batch < n_batches:
             for step in range(n_steps):
                 yield BatchStep(batch, step == n_steps - 1)
                 if n_batches is None:
-                    n_batches = self.exchange_n_batches(int(self.model.data.n_batch_train))
+                    n_batches = self._agree_on_n_batches()
             batch += 1
 
     def step(self, batch_step: BatchStep) -> int:
@@ -122,7 +122,7 @@ class ModelBatchLoop(BatchLoop):
     def record(self, batch_step: BatchStep) -> None:
         """After the last step of a batch, count it, and write the line and the memory checkpoint that are due.
 
-        A memory checkpoint is a collective.
+        All ranks write a memory checkpoint together.
         """
         self._is_memory_checkpoint_new = False
         if batch_step.is_last:
@@ -135,7 +135,7 @@ class ModelBatchLoop(BatchLoop):
     def decide_stop(self) -> bool:
         """Set `is_stopped_by_signal` and return it: True if a signal ends the training after this batch.
 
-        A collective under synchronous rules, and after a memory checkpoint.
+        Under synchronous rules, and after a memory checkpoint, all ranks must call this.
         """
         self.is_stopped_by_signal = self.state.settings.saves_on_signal and self._agree_on_stop()
         return self.is_stopped_by_signal
@@ -143,8 +143,8 @@ class ModelBatchLoop(BatchLoop):
     def _agree_on_stop(self) -> bool:
         """Return True if this rank stops after this batch.
 
-        Synchronous ranks stop together.  So do asynchronous ranks at a memory checkpoint, which is a collective.  After
-        the last one of the epoch, each of them stops by itself.
+        Synchronous ranks stop together.  Asynchronous ranks stop together at a memory checkpoint.  After the last
+        memory checkpoint of the epoch, each asynchronous rank stops by itself.
         """
         if not self.rule.asynchronous:
             return self.is_last_step and self._stop_agreement.agree_on_stop()
@@ -159,11 +159,13 @@ class ModelBatchLoop(BatchLoop):
         """Return True if this rank reads that a signal has requested a stop; other ranks may read it later."""
         return self.state.settings.saves_on_signal and self._stop_poll.poll()
 
-    def exchange_n_batches(self, n_batches: int) -> int:
-        """Return the number of batches of this rank in the epoch; under synchronous rules, the minimum over ranks.
+    def _agree_on_n_batches(self) -> int:
+        """Return the number of this rank's batches in the epoch: under synchronous rules, the minimum over ranks.
 
-        A collective under synchronous rules, and with memory checkpoints.
+        Under synchronous rules, and with memory checkpoints, all ranks must call this.  Rank 0 prints the numbers in
+        the first epoch if they differ.
         """
+        n_batches = int(self.model.data.n_batch_train)
         if self.rule.asynchronous and not self.memory_checkpoints:
             return n_batches
         by_rank = self.context.all_gather(n_batches)
@@ -177,7 +179,7 @@ class ModelBatchLoop(BatchLoop):
         return min(by_rank)
 
     def _record_compute_time(self, start: float, seconds_before: dict[str, float]) -> None:
-        """Add the time since ``start`` to ``compute``, less that which the class has recorded for other activities.
+        """Add the time since ``start`` to ``compute``, without the time that the class recorded for other activities.
 
         ``seconds_before`` is the time by activity at ``start``.
         """

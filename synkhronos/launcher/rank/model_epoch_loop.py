@@ -133,8 +133,9 @@ class ModelEpochLoop(EpochLoop):
     def observe(self, report: Report) -> bool:
         """Compare a report with the best one so far; return True if it is better.
 
-        The metric is that of ``keep_best``, by default the first one of the validation.  Nothing is compared if neither
-        ``patience`` nor ``keep_best`` is set.  Raise ModelInterfaceError if the class does not report the metric.
+        ``keep_best`` names the metric; the default is the first metric of the validation.  Nothing is compared if
+        neither ``patience`` nor ``keep_best`` is set.  Raise ModelInterfaceError if the class does not report the
+        metric.
         """
         if self.settings.patience is None and self.settings.keep_best is None:
             return False
@@ -150,7 +151,7 @@ class ModelEpochLoop(EpochLoop):
         return super().observe(report)
 
     def train(self) -> bool:
-        """Train to the end of the epoch, or until a signal stops some rank."""
+        """Train to the end of the epoch; return False if a signal stops a rank."""
         epoch, is_resumed = self.n_reports, self.state.position["batch"] > 0
         self.state.restore_own_params()
         self.model.epoch = epoch
@@ -184,7 +185,7 @@ class ModelEpochLoop(EpochLoop):
     def make_report(self) -> Report:
         """Make the report of the epoch; raise FloatingPointError if the loss is infinite or NaN.
 
-        It is NaN if the class recorded no cost.
+        The loss in the report is NaN if the class recorded no cost.
         """
         n_ranks, epoch = self.context.size, self.n_reports + 1
         n_rows_seen = self.recorder.meter.total_steps * self.recorder.rows_per_step * n_ranks
@@ -289,7 +290,7 @@ class ModelEpochLoop(EpochLoop):
             np.savez(self.state.folder / name, *values)
 
     def _save_best(self) -> None:
-        """Write the parameters of the best checkpoint, if there is one.  A collective."""
+        """Write the parameters of the best checkpoint, if there is one.  All ranks must call this."""
         best = self.context.broadcast(self.state.checkpoints.find_best() if self.context.number == 0 else None)
         if best is not None:
             self.state.restore(str(best))

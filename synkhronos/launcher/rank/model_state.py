@@ -1,8 +1,8 @@
 """State of the training of a model class on one rank, and its checkpoints.
 
 A signal may end an epoch after any batch.  The checkpoint then has the number of batches, and the states of random
-generators at the start of the epoch.  The class alone knows which rows it has used, so after a resumption it has to
-skip or repeat these batches.
+generators at the start of the epoch.  Only the class can determine which rows it has used.  So a resumed run skips or
+repeats these batches by the methods of the class.
 """
 
 from __future__ import annotations
@@ -86,10 +86,10 @@ class ModelState:
         return Checkpoint(self.folder / "checkpoints", self.settings.keep, keep_best=self.settings.keep_best)
 
     def save(self, metrics: Mapping[str, float] | None, checkpoint: Checkpoint | None = None) -> None:
-        """Write a checkpoint of all ranks.  A collective.
+        """Write a checkpoint of all ranks.  All ranks must call this.
 
-        ``metrics`` are those of the epoch that has just ended; None within one.  Rank 0 writes into ``checkpoint``, by
-        default the run's.
+        ``metrics`` are the metrics of the epoch that has just ended; None within an epoch.  Rank 0 writes into
+        ``checkpoint``, by default the run's folder of checkpoints.
         """
         is_within_epoch = metrics is None
         if isinstance(self.rule, GradientSumRule) and not self.applies_gradients:
@@ -128,7 +128,7 @@ class ModelState:
             variable.set_shard(self.context.number, self.context.size)
 
     def get_generator_states(self) -> tuple[list[Any], dict[str, Any]]:
-        """Return the states of this rank's random generators, and of its global ones."""
+        """Return the states of the model's random generators, and of the global generators, on this rank."""
         return rank_state.collect_generator_states(
             self.context, self.variables.generators
         ), get_global_generator_states()

@@ -35,7 +35,7 @@ from synkhronos.launcher.model_class.model_variables import group_variables, tra
 from synkhronos.launcher.rank.gradient_sum_rule import GradientSumRule
 from synkhronos.launcher.rank.model_epoch_loop import ModelEpochLoop
 from synkhronos.launcher.rank.model_state import STORAGE_KEY, ModelState
-from synkhronos.launcher.rank.remote_output import redirect_output
+from synkhronos.launcher.rank.remote_output import start_output_forwarder
 from synkhronos.launcher.supervision.master_arguments import MasterArguments
 from synkhronos.programs import LocalRows, RankContext
 from synkhronos.rules import Rule
@@ -56,7 +56,7 @@ class BuiltModel:
 
     model: Any
     variables: VariablesByRole
-    #: Quantity that ranks exchange after each step; None if they do not.
+    #: Quantity that ranks exchange after each step; None without such an exchange.
     exchanged_quantity: Literal["gradient", "params"] | None
 
 
@@ -65,7 +65,8 @@ def prepare_rank(
 ) -> int:
     """Redirect this rank's output to its own pipe, print its device and cores, and return its process ID.
 
-    Also enable ``import theano`` for the model class: ranks of other hosts are not forks of the master, which did so.
+    Also enable ``import theano`` for the model class.  The master has done so for its forks, but ranks of other hosts
+    are not its forks.
     """
     import synkhronos.compat  # noqa: F401
 
@@ -79,7 +80,7 @@ def prepare_rank(
         cores = arguments.rank_cores[context.number] if arguments.rank_cores else None
         placement = f"on {devices[context.number]}, {core_binding.describe_binding(cores)}"
     else:
-        context.get_storage(STORAGE_KEY)["remote_recorder"] = redirect_output(context.number)
+        context.get_storage(STORAGE_KEY)["remote_recorder"] = start_output_forwarder(context.number)
         host_ranks = next(ranks for ranks in ranks_by_host if context.number in ranks)
         device = "cpu" if devices[0] == "cpu" else f"cuda{host_ranks.index(context.number)}"
         placement = f"on {device} of host {platform.node()}, {core_binding.describe_binding(None)}"
@@ -143,7 +144,9 @@ def train_model(
     arguments: MasterArguments,
     stop_flag: LocalRows,
 ) -> bool:
-    """Train the instance from `build_model`, and call its ``cleanup``; return False after a checkpoint at a signal.
+    """Train the instance from `build_model`, and call its ``cleanup``.
+
+    Return False if a signal stopped the training after a checkpoint.
 
     ``rule_arrays`` is the shared memory of the rule, by name.
     """

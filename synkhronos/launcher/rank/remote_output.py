@@ -1,4 +1,6 @@
-"""Output of a rank on another host, which may not see the run's folder: lines on standard output that name their file.
+"""Output of a rank on another host, as lines on standard output that name their file.
+
+The other host may have no access to the run's folder.  The supervisor writes the lines into the files.
 
 `synkhronos.launcher.supervision.rank_output` has a diagram.
 """
@@ -34,40 +36,40 @@ for line in sys.stdin.buffer:
 """
 
 
-def redirect_output(rank: int) -> RemoteRecorder:
-    """Redirect this process's standard output and error through a forwarder to the supervisor.
+def start_output_forwarder(rank: int) -> RemoteRecorder:
+    """Start a process that forwards this process's standard output and error to the supervisor.
 
-    Return a recorder that writes to the standard output of before.
+    Return a recorder that writes to the original standard output, without the forwarder.
     """
-    standard_output = os.dup(1)
+    stdout_fd = os.dup(1)
     command = [sys.executable, "-ISc", _FORWARDER_CODE, f"{FILE_NAME_MARK}rank-{rank}.log{FILE_NAME_MARK}"]
     reading, writing = os.pipe()
     forwarder = subprocess.Popen(command, stdin=reading)
     os.close(reading)
-    for file in (1, 2):
-        os.dup2(writing, file)
+    for fd in (1, 2):
+        os.dup2(writing, fd)
     os.close(writing)
-    return RemoteRecorder(standard_output, forwarder)
+    return RemoteRecorder(stdout_fd, forwarder)
 
 
 class RemoteRecorder:
-    """Recorder of a rank on another host: the supervisor writes its records into the run's folder.
+    """Recorder of a rank on another host; the supervisor writes the records into the run's folder.
 
-    ``standard_output`` is the file descriptor of a pipe, to which other processes may write at the same time.
+    ``stdout_fd`` is the file descriptor of a pipe, to which other processes may write at the same time.
     ``forwarder`` is the process that forwards this rank's output.
     """
 
-    def __init__(self, standard_output: int, forwarder: subprocess.Popen[bytes]):
-        self._standard_output, self._forwarder = standard_output, forwarder
+    def __init__(self, stdout_fd: int, forwarder: subprocess.Popen[bytes]):
+        self._stdout_fd, self._forwarder = stdout_fd, forwarder
 
     def write_rank_record(self, rank: int, record: Mapping[str, Any]) -> None:
         """Send a record to the supervisor, for the file of a rank.
 
-        Raise RuntimeError if the forwarder has exited: output of this rank would be lost.
+        Raise RuntimeError if the forwarder has exited, since output of this rank would be lost.
         """
         if self._forwarder.poll() is not None:
             raise RuntimeError(
                 f"the process that passes on rank {rank}'s output {describe_exit(self._forwarder.returncode)}"
             )
         name = f"{FILE_NAME_MARK}{RANK_FILE_TEMPLATE.format(rank)}{FILE_NAME_MARK}"
-        os.write(self._standard_output, f"{name}{format_record(record)}\n".encode())  # some hundred bytes
+        os.write(self._stdout_fd, f"{name}{format_record(record)}\n".encode())  # a few hundred bytes: below PIPE_BUF

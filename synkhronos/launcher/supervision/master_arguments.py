@@ -11,7 +11,7 @@ from dataclasses import dataclass
 class MasterArguments:
     """Arguments of ``python -m synkhronos.launcher.rank.master_process``, as one argument in JSON."""
 
-    #: Process ID of the supervisor, with which the master exits.
+    #: Process ID of the supervisor.  The master exits when the supervisor exits.
     supervisor_pid: int
     #: File descriptor of the output pipe of each rank of this host.
     output_pipes: list[int]
@@ -23,7 +23,7 @@ class MasterArguments:
     allowed_cores: list[int]
     #: Checkpoint to resume from, on disk or in memory; None to train from the beginning.
     checkpoint_path: str | None
-    #: Folder for memory checkpoints, for ``on_death = "continue"``; None without them.
+    #: Folder for memory checkpoints, for ``on_death = "continue"``; None if the run writes none.
     memory_checkpoint_folder: str | None
     #: Whether the ranks start again after a death.
     is_recovery: bool

@@ -22,9 +22,9 @@ from pathlib import Path
 
 from synkhronos.training.checkpoints.checkpoint import list_checkpoints
 
-#: Parent folder of these folders.
+#: Parent folder of the memory checkpoint folders.
 _PARENT_FOLDER = Path("/dev/shm")
-#: Prefix of their names.
+#: Prefix of the names of memory checkpoint folders.
 _PREFIX = "synkhronos-copy-"
 #: Age in seconds from which an unlocked folder belongs to a killed run; a new folder is locked just after its creation.
 _ABANDONED_SECONDS = 60.0

@@ -1,8 +1,8 @@
 """Output of ranks: from their pipes to the logs in the run's folder and to the console.
 
-Ranks of this host write into pipes of the supervisor.  Another host may not see the run's folder, so the output and the
-records of its ranks pass through standard output (`remote_output`).  There each line starts with the name of its file
-in the folder::
+Ranks of this host write into pipes of the supervisor.  Another host may have no access to the run's folder, so the
+output and the records of its ranks pass through standard output (`remote_output`).  There each line starts with
+the name of its file in the folder::
 
     rank 0: print(...) -----------------------------------> supervisor: LineSplitter --> OutputWriter --> rank-0.log
     rank 3: print(...)  --> forwarder ----+                      ^                                        rank-3.log
@@ -42,7 +42,7 @@ def split_file_name(line: str) -> tuple[str, str]:
 class Console:
     """A standard stream of any encoding, which may be closed, full or unread.
 
-    A full pipe, such as that of a stopped terminal, blocks `write`, and thus the ranks, until ``is_over()`` is true.
+    A full pipe, such as the pipe of a stopped terminal, blocks `write`, and thus the ranks, until ``is_over()``.
     """
 
     def __init__(self, fd: int, is_over: Callable[[], bool]):
@@ -66,7 +66,7 @@ class Console:
 class LineSplitter:
     """Splitter of a pipe's bytes into lines, in linear time.
 
-    The lines belong to the file ``name``.  If it is empty, each line names its file (see `split_file_name`).
+    The lines belong to the file ``name``.  If ``name`` is empty, each line names its file (see `split_file_name`).
     """
 
     def __init__(self, name: str, output: OutputWriter):

@@ -32,9 +32,10 @@ _RESERVED_NBYTES = 1024
 _PACKAGES = ("synkhronos", "numpy", "pytensor", "Theano", "jax", "Lasagne", "safetensors")
 
 
-def create_run_folder(settings: Settings, command: list[str]) -> IO[str]:
-    """Make the folder of a run, write settings and versions into it, and lock it; return the open file with the lock.
+def create_and_lock_run_folder(settings: Settings, command: list[str]) -> IO[str]:
+    """Make and lock the folder of a run, and write settings and versions into it; return the open file with the lock.
 
+    The folder is locked until the file is closed.
     Raise SettingsError if the folder can't be made or written, or is locked by another run.
     """
     folder = Path(settings.folder)
@@ -86,7 +87,7 @@ def _format_present_time() -> str:
 
 
 def _write_run_record(folder: Path, entries: dict[str, Any], reserved: int = 0) -> None:
-    """Write ``run.json`` in place, since the lock is on its inode, and its blocks exist even if the disk is full."""
+    """Write ``run.json`` in place: the lock is on its inode, and its blocks are allocated even on a full disk."""
     text = json.dumps(entries, indent=1)
     with open(folder / RECORD_FILE, "r+b", buffering=0) as file:
         size = len(text) + reserved if reserved else max(len(text), os.fstat(file.fileno()).st_size - 1)
@@ -99,9 +100,9 @@ def _write_run_record(folder: Path, entries: dict[str, Any], reserved: int = 0) 
 class DeathLog:
     """Log of the deaths of a run's processes, in the file ``deaths.json`` of its folder.
 
-    A death is a dict of ``rank``, ``host``, ``cause``, ``is_failed_start`` and ``time``, and, once the training
-    continues, of ``step`` and ``seconds``.  If one of several hosts can't start all of its ranks, ``ranks_left`` is the
-    number that it can.
+    A death is a dict with ``rank``, ``host``, ``cause``, ``is_failed_start`` and ``time``.  Once the training
+    continues, it also has ``step`` and ``seconds``.  If one of several hosts can't start all of its ranks,
+    ``ranks_left`` is the number of ranks that the host can start.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):

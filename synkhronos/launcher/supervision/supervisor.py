@@ -50,7 +50,7 @@ _EXIT_SECONDS = 10.0
 
 
 class Supervisor:
-    """Parent process of a run's ranks.  It stops the run when the process ``parent_pid`` exits, if it is given.
+    """Parent process of a run's ranks.  With ``parent_pid`` the run stops when the process of this ID exits.
 
     ``signal_number`` is the number of the first signal received; 0 before.
     """
@@ -97,7 +97,8 @@ class Supervisor:
                     for _, write in pipes:
                         os.close(write)
                 self._copy_output([read for read, _ in pipes])
-                exit_record = self._wait_for_master_exit()
+                assert self._master is not None
+                exit_record = self._report_master_exit(self._master.wait())
                 if not exit_record["status"] or "signal" in exit_record or self.signal_number:
                     break
                 if not self._prepare_recovery():
@@ -164,7 +165,7 @@ class Supervisor:
             core_binding.bind_to_cores(allowed)
 
     def _make_environment(self) -> dict[str, str]:
-        """Return the master's environment: with the run's GPUs, and this library's path for its workers."""
+        """Return the master's environment, with the run's GPUs and the path of this library."""
         environment = dict(os.environ)
         if self.settings.on_gpu and not self.settings.hosts:  # each host chooses among its own
             visible = environment.get("CUDA_VISIBLE_DEVICES")
@@ -179,8 +180,8 @@ class Supervisor:
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         """Send the first signal to the ranks; kill them at the second.
 
-        A signal within `DUPLICATE_SIGNAL_SECONDS` after the first is taken for its copy: a scheduler may send the
-        signal to all processes of a job, and a script that waits for this process may forward it.
+        A signal within `DUPLICATE_SIGNAL_SECONDS` after the first is taken for a copy of the first.  A scheduler may
+        send the signal to all processes of a job, and a script that waits for this process may forward it.
         """
         now = time.monotonic()
         if self.signal_number:
@@ -369,10 +370,12 @@ class Supervisor:
 
     # -- the end ---------------------------------------------------------------------------------------------
 
-    def _wait_for_master_exit(self) -> dict[str, Any]:
-        """Print the cause of a failure or stop; return the exit status, signal and checkpoint for ``run.json``."""
+    def _report_master_exit(self, code: int) -> dict[str, Any]:
+        """Print the cause of a failure or stop, and write it into the file of the failure if the master has not.
+
+        ``code`` is the master's return code.  Return the exit status, signal and checkpoint for ``run.json``.
+        """
         assert self._master is not None
-        code = self._master.wait()
         exit_record: dict[str, Any] = {"status": code if code >= 0 else 128 - code}
         if self.signal_number and (code < 0 or not code and self.signal_number == signal.SIGINT):
             exit_record["status"] = 128 + self.signal_number

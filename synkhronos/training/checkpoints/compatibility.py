@@ -59,7 +59,7 @@ def check_can_resume(path: str | os.PathLike[str], meta: Mapping[str, Any], expe
         raise CheckpointError(f"{path} is a checkpoint of a {kind}, got a {expected_meta['kind']}")
     _check_variables(path, "params", meta, expected_meta)  # first: with another model, everything else may differ too
     if meta["rule"] != expected_meta["rule"]:
-        raise CheckpointError(f"{path} is of the rule {meta['rule']}, got {expected_meta['rule']}")
+        raise CheckpointError(f"{path} has the state of the rule {meta['rule']}, got {expected_meta['rule']}")
     if meta["asynchronous"] != expected_meta["asynchronous"]:
         raise CheckpointError(
             f"{path} is of {expected_meta['rule']} with asynchronous={meta['asynchronous']}, got asynchronous="

@@ -12,7 +12,7 @@ Subclasses of `BatchLoop` differ in who takes a step:
 
 - `synkhronos.training.trainer.launch_loop.JointStepLoop` runs in the master.  Each step is a command of all ranks,
   which exchanges gradients: BSP on gradients.
-- `synkhronos.training.trainer.local_step_loop.LocalStepLoop` runs on every rank.  Each rank takes its own steps, and an
+- `synkhronos.training.trainer.local_step_loop.LocalStepLoop` runs on every rank.  Each rank takes its own steps, and a
   `PeriodicExchange` exchanges parameters by a rule.
 - `synkhronos.launcher.rank.model_batch_loop.ModelBatchLoop` does the same with a model class, which chooses the rows.
 """
@@ -58,7 +58,7 @@ class BatchLoop(ABC):
 
     @abstractmethod
     def decide_stop(self) -> bool:
-        """Return True if the training stops after these batches.  Some subclasses agree on it by a collective."""
+        """Return True if the training stops after these batches.  In some subclasses all ranks must call this."""
 
 
 for method, span in (("step", "step"), ("exchange_if_due", "exchange"), ("record", "record")):
@@ -66,9 +66,9 @@ for method, span in (("step", "step"), ("exchange_if_due", "exchange"), ("record
 
 
 class PeriodicExchange:
-    """Count of a rank's steps until its next exchange by a rule.
+    """Runs a rule's exchange when the counted steps make it due.
 
-    The duration of exchanges is added to ``exchange`` in ``seconds``, the time by activity.
+    ``seconds`` is the time by activity.  The duration of exchanges is added to its entry ``exchange``.
     """
 
     def __init__(self, context: RankContext, rule: Rule, state: State, seconds: dict[str, float]):
@@ -76,7 +76,7 @@ class PeriodicExchange:
         self._steps_left = 1
 
     def update_steps_left(self) -> int:
-        """Ask the rule for the number of steps until the next exchange; return it, and store it for `is_due`."""
+        """Store and return the rule's number of steps until the next exchange; `is_due` reads it."""
         self._steps_left = self.rule.count_steps_left(self.state)
         return self._steps_left
 
@@ -92,7 +92,7 @@ class PeriodicExchange:
         return self._steps_left <= 0
 
     def run(self) -> None:
-        """Exchange by the rule, and restart the count of steps."""
+        """Run the rule's exchange, and restart the count of steps."""
         with ActivityTimer(self._seconds, "exchange", lambda: self._context.wait_seconds):
             self.rule.exchange(self._context, self.state)
             self.state.steps_since_exchange = 0

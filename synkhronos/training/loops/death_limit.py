@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-#: Number of deaths since the last copy of the state that are allowed: the steps since then may be their cause.
+#: Number of deaths that are allowed since the last copy of the state.  The steps since then may be the cause of deaths.
 MAX_DEATHS_SINCE_COPY = 3
 #: Number of failed starts of a rank in a row after which the rank is left out.
 MAX_FAILED_STARTS = 2
 
 
 class DeathLimit:
-    """Counts of deaths, compared with their limits."""
+    """Counts the deaths of processes, and compares the counts with their limits."""
 
     def __init__(self, max_deaths: int):
         self.max_deaths, self.n_deaths = max_deaths, 0
@@ -41,5 +41,5 @@ class DeathLimit:
         return self._n_failed_starts >= MAX_FAILED_STARTS
 
     def reset_deaths_since_copy(self) -> None:
-        """Count deaths since the last copy anew: there is a new copy, or a rank was left out."""
+        """Restart the count of deaths since the last copy, after a new copy, or after a rank was left out."""
         self._n_deaths_since_copy = self._n_failed_starts = 0

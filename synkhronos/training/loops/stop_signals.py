@@ -40,9 +40,9 @@ def get_requested_stop() -> int:
 class StopSignalHandler:
     """Context manager that records `STOP_SIGNALS`, except for signals with a handler of the user.
 
-    After ``grace_seconds`` the signal's default action kills this process, and at once at a second signal, more than
-    `DUPLICATE_SIGNAL_SECONDS` after the first.  None if the supervisor enforces both.  ``flag`` is an array of one
-    integer, which is set to the signal's number for `StopPoll`.
+    The signal's default action kills this process ``grace_seconds`` after the signal.  A second signal kills it at once
+    if it arrives more than `DUPLICATE_SIGNAL_SECONDS` after the first one.  With ``grace_seconds=None`` the supervisor
+    does both.  ``flag`` is an array of one integer, which is set to the signal's number for `StopPoll`.
     """
 
     def __init__(self, grace_seconds: float | None, flag: np.ndarray | None = None):
@@ -90,7 +90,7 @@ class StopSignalHandler:
 
 
 def exit_by_signal(number: int) -> None:
-    """Kill this process by a signal's default action; from any thread."""
+    """Kill this process by a signal's default action.  Any thread may call this."""
     libc = ctypes.CDLL(None)  # Python sets handlers only in the main thread
     libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
     libc.signal(number, None)
@@ -108,7 +108,7 @@ class StopAgreement:
     def agree_on_stop(self) -> bool:
         """Count a step, exchange requests if due, and return True if all ranks stop after this step.
 
-        A collective: every rank calls this after every step.
+        Every rank must call this after every step.
         """
         self._steps_left -= 1
         if self._steps_left:

@@ -45,7 +45,7 @@ class RankTotals(NamedTuple):
 
     #: Sum of the steps' losses, each times its weight.
     weighted_loss_sum: float
-    #: Sum of the steps' weights: those of the model, or numbers of rows.
+    #: Sum of the steps' weights: the values of the model's weight, or numbers of rows.
     weight_sum: float
     rows: int
     steps: int
@@ -201,7 +201,7 @@ class Meter:
             del self._losses[:n_ready], self._weights[:n_ready]
 
     def get_totals(self, learning_rate: float) -> RankTotals:
-        """Return the totals, without unread losses; ``learning_rate`` is that of the last step."""
+        """Return the totals, without unread losses; ``learning_rate`` is the rate of the last step."""
         return RankTotals(
             self.weighted_loss_sum,
             self.weight_sum,
@@ -215,7 +215,7 @@ class Meter:
     def write_lines(self, epoch: int, n_rows_seen: int, learning_rate: float, flush: bool = False) -> None:
         """Write a line to each recorder whose last line is ``every`` steps ago; with ``flush``, also after fewer steps.
 
-        ``epoch`` is the number of complete epochs, ``n_rows_seen`` that of rows trained on so far.
+        ``epoch`` is the number of complete epochs, ``n_rows_seen`` the number of rows trained on so far.
         """
         for line in self._lines:
             if self.interval_steps - line.steps < (1 if flush else line.recorder.every):

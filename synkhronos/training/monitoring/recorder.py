@@ -86,9 +86,9 @@ class Recorder:
 
 
 def filter_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
-    """Keep only some lines of a file; ``is_kept`` takes a line's record, an empty one of an incomplete line.
+    """Keep only some lines of a file; ``is_kept`` takes a line's record, which is empty for an incomplete line.
 
-    The new file replaces the old one in one step, so that a killed process leaves one of them.
+    The new file replaces the old one in one step, so that a killed process leaves the old or the new file.
     """
     lines = [line for line in path.read_text().splitlines() if is_kept(_parse_line(line))]
     temporary = path.with_suffix(".cut")

@@ -84,7 +84,7 @@ class Report:
 def make_report(
     totals: Sequence[RankTotals], epoch: float, n_rows_seen: int, batch_description: str, elapsed: float | None = None
 ) -> Report:
-    """Make the report of an interval from the ranks' totals; of joint steps, from those of the master.
+    """Make the report of an interval from the ranks' totals.  For joint steps ``totals`` has the master's totals only.
 
     ``batch_description`` is the report's ``batch``.  ``elapsed`` is the duration of the interval in seconds; default:
     the sum of the ranks' mean time by activity.

@@ -80,14 +80,14 @@ class StepCommand(_StepCommandFields, Command):
         Return None, without a step, if ``n_steps`` is above 1 and a rank cannot fuse the steps into one launch.
         """
         gradient, update = self.gradient.make_rank_call(rank), self.update.make_rank_call(rank)
-        fused_step = None
+        fused_runner = None
         if self.every_rank_has_rows:
-            fused_step = fuse_calls(rank, self, gradient, [update], self.n_steps)
-        if self.has_agreed_plan and fused_step is None:
+            fused_runner = fuse_calls(rank, self, gradient, [update], self.n_steps)
+        if self.has_agreed_plan and fused_runner is None:
             raise RuntimeError(f"rank {rank.number} cannot fuse the step, although it has fused the last one")
-        if self.n_steps > 1 and not all(rank.all_gather_cached(fused_step is not None)):
+        if self.n_steps > 1 and not all(rank.all_gather_cached(fused_runner is not None)):
             return None
-        return self._run_in_parts(rank, gradient, update) if fused_step is None else (gradient.run(fused_step), [])
+        return self._run_in_parts(rank, gradient, update) if fused_runner is None else (gradient.run(fused_runner), [])
 
     def _run_in_parts(self, rank: Rank, gradient: RankCall, update: RankCall) -> tuple[Any, Any]:
         """Run the gradient, the all-reduce and the update one after another; return both functions' outputs."""
@@ -212,9 +212,9 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
             return None
         self._store_rank_number(rank)
         if self.n_steps == 1 and rank.device.needs_gpu:
-            fused_step = fuse_calls(rank, self, gradient, [shard_update, parameter_update])
-            if all(rank.all_gather_cached(fused_step is not None)):
-                return gradient.run(fused_step), []
+            fused_runner = fuse_calls(rank, self, gradient, [shard_update, parameter_update])
+            if all(rank.all_gather_cached(fused_runner is not None)):
+                return gradient.run(fused_runner), []
 
         variables = rank.get_object(self.matrix_key), rank.get_object(self.row_key)
 

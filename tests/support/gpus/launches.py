@@ -56,7 +56,7 @@ def train_by_rules():
         trainer = make_trainer(((x.dot(w) - y) ** 2).mean(), [w], x, y, momentum, rule, 0.01)
         reports = list(trainer.epochs(x_data, y_data, batch_size=4, epochs=3))
         losses.append(reports[-1].loss)
-        print(launches, take_collectives(), flush=True)
+        print(launches, take_collectives(), sep="; ", flush=True)
         launches.clear()
     assert losses[0] < 3 and abs(losses[0] - losses[2]) < 1e-3 and abs(losses[0] - losses[1]) < 0.05, losses
     synk.close()

@@ -25,7 +25,7 @@ import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.data.data_access import create_unpublished
 from synkhronos.devices import NUMPY
-from synkhronos.hosts.pipes import Pipe
+from synkhronos.hosts.pipes import PipeEnd
 from synkhronos.ranks import Command
 from synkhronos.ranks.segments import ArrayLocation
 
@@ -34,10 +34,10 @@ N_ELEMENTS = 1_000_000
 #: Function that this process calls at its next chunk.
 chunk_fault: Callable[[], None] | None = None
 
-_real_advance = Pipe.advance
+_real_advance = PipeEnd.advance
 
 
-def _advance_pipe(self: Pipe, nbytes: int = 0) -> None:
+def _advance_pipe(self: PipeEnd, nbytes: int = 0) -> None:
     global chunk_fault
     _real_advance(self, nbytes)
     if chunk_fault is not None and self._frame_number > 1:
@@ -45,7 +45,7 @@ def _advance_pipe(self: Pipe, nbytes: int = 0) -> None:
         action()
 
 
-Pipe.advance = _advance_pipe  # type: ignore[method-assign]
+PipeEnd.advance = _advance_pipe  # type: ignore[method-assign]
 
 
 def report_event(folder: str, event: str, **data: Any) -> None:

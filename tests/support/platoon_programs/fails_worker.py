@@ -1,4 +1,7 @@
-"""A worker that fails on one of the ranks, in the way that its arguments name; the others ask for ever."""
+"""Worker that fails, exits or waits as its first argument says.
+
+The second argument is the rank that does so, 1 by default.  The other ranks send requests, or wait.
+"""
 
 import os
 import signal
@@ -9,50 +12,50 @@ import numpy as np
 from platoon.channel import Worker
 
 worker = Worker(5567)
-how, rank = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 1
+action, rank = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 1
 if worker.global_rank == rank:
-    if how == "raise":
+    if action == "raise":
         raise ValueError("the third batch is damaged")
-    if how == "exit":
+    if action == "exit":
         sys.exit(3)
-    if how == "text":
+    if action == "text":
         sys.exit("there is no data")
-    if how == "kill":
+    if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    if how == "end":
+    if action == "end":
         os._exit(7)
-    if how == "lock":
+    if action == "lock":
         worker.lock()
         time.sleep(0.2)
         raise ValueError("the holder of the lock has failed")
-    if how == "controller":
+    if action == "controller":
         worker.send_req("raise")
-    if how in ("leave", "reduce"):
+    if action in ("leave", "reduce"):
         sys.exit(0)
-if how == "stuck":
+if action == "stuck":
     if worker.global_rank == rank:
         time.sleep(1)
         raise ValueError("the third batch is damaged\nin two of its rows")
     time.sleep(600)
-if how == "leave":
+if action == "leave":
     for _ in range(20):
         assert worker.send_req("next") == "train"
     sys.exit()
-if how == "reduce":
+if action == "reduce":
     worker.all_reduce(np.zeros(2), "sum")
-if how == "lock":
+if action == "lock":
     time.sleep(0.1)
     worker.lock()
-if how in ("idle", "busy"):
+if action in ("idle", "busy"):
     worker.init_mb_sock(4568)
     while True:
         assert worker.send_req("next") == "train"
         worker.recv_mb()
-        if how == "busy":
+        if action == "busy":
             worker.recv_mb()
-if how == "receive":
+if action == "receive":
     worker.init_mb_sock(9999)
-if how == "compute":
+if action == "compute":
     time.sleep(600)
 while True:
     worker.send_req("next")

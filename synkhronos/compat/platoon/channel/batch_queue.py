@@ -64,7 +64,7 @@ class BatchSender:
             self._changed.notify_all()
 
     def _wait_until_or_workers_ended(self, condition: Callable[[], bool]) -> None:
-        """Wait, with the lock held, until ``condition()`` or the end of the workers; the caller has to tell which."""
+        """Wait, with the lock held, until ``condition()`` is true or the workers end; the caller checks which."""
         while not (condition() or self._have_workers_ended()):
             self._changed.wait(POLL_SECONDS)
 
@@ -77,7 +77,7 @@ class BatchSender:
         self._send_end_headers()
 
     def _send_end_headers(self) -> None:
-        """Send the end of the stream to all workers, in reply to requests to come."""
+        """Send the end of the stream to all workers, in reply to their next requests."""
         with self._changed:
             connections = tuple(self._connections)
         for connection in connections:

@@ -24,7 +24,7 @@ from synkhronos.compat.platoon.channel.worker_group import WorkerGroup
 from synkhronos.compat.platoon.util import PlatoonError
 from synkhronos.gpus import get_n_gpu
 
-#: Exit status of an experiment whose controller, or a worker without a status of its own, has failed.
+#: Exit status of an experiment if its controller fails, or a worker is killed.
 EXPERIMENT_FAILED = 2
 
 

@@ -22,7 +22,7 @@ _HOSTS_VARIABLE = "SYNKHRONOS_PLATOON_HOSTS"
 
 @dataclasses.dataclass(frozen=True)
 class ExperimentHosts:
-    """The hosts of an experiment, as the controller of one of them sees them."""
+    """The hosts of an experiment, and the position of one controller's host among them."""
 
     #: Devices of each host, in the order of the workers' ranks.
     devices: dict[str, list[str]]
@@ -52,9 +52,9 @@ def start_controller(
 ) -> subprocess.Popen[bytes]:
     """Start a controller, which ends with this process.
 
-    It has a session of its own, so that a terminal sends Ctrl-C to this process only.  Its output goes to
-    ``output_path`` with the suffixes ``.out`` and ``.err``.  ``controller_arguments`` are those of `Controller`, for
-    the variable `LAUNCH_VARIABLE`; None passes on this process's.
+    The controller has its own session, so that a terminal sends Ctrl-C to this process only.  Its output goes to
+    ``output_path`` with the suffixes ``.out`` and ``.err``.  ``controller_arguments`` are arguments of `Controller`,
+    for the variable `LAUNCH_VARIABLE`; with None the controller inherits the variable of this process.
     """
     code = (
         "from synkhronos.ranks.child_process import exit_with_parent; "

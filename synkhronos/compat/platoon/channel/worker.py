@@ -63,7 +63,7 @@ class Worker(metaclass=SingletonType):
     shared_params : list of ndarray
         Parameters in memory that the workers of this host share, after `init_shared_params`.
     local_params : list of shared variable
-        This worker's own.
+        This worker's own parameters.
 
     Raises
     ------
@@ -246,7 +246,7 @@ class Worker(metaclass=SingletonType):
     # -- mini-batches ----------------------------------------------------------------------------------------------
 
     def init_mb_sock(self, port: int, data_hwm: int = 10) -> None:
-        """Wait until the controller has opened the queue of this ``port``, and connect to it; ignore ``data_hwm``."""
+        """Wait until the controller has opened the queue ``port``, and connect to it; ``data_hwm`` is ignored."""
         self._batches = sockets.connect(
             f"{self._controller.address}-{port}", self._controller.context.progress, self._timeout
         )

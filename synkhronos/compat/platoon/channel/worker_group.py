@@ -37,7 +37,7 @@ GRACE_SECONDS = 10.0
 class WorkerSettings:
     """Settings of the workers' processes, sent as JSON."""
 
-    #: Process ID of the controller, with which the workers exit.
+    #: Process ID of the controller.  The workers exit when the controller exits.
     controller_pid: int
     address: str
     script: str
@@ -63,7 +63,7 @@ class Failure:
     worker: int
     #: Exit status of the experiment.
     status: int
-    #: Description of the failure, with the worker.
+    #: Description of the failure, which names the worker.
     message: str
     #: Whether the worker itself has reported it.
     is_self_reported: bool
@@ -74,7 +74,7 @@ class WorkerGroup:
 
     On the first host the group starts worker 0, the master of all ranks.  On another host the first worker has started
     this process, and the group ends with its last worker.  The workers connect to ``address``; each of their
-    ``arguments`` is split as by a shell, and ``devices`` are those of this host.
+    ``arguments`` is split as by a shell, and ``devices`` are the devices of this host.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class WorkerGroup:
         code = "from synkhronos.compat.platoon import worker_process; worker_process.main()"
         command = [sys.executable, "-u", "-c", code, json.dumps(dataclasses.asdict(settings))]
         with open(f"{settings.logs[0]}.out", "wb") as out, open(f"{settings.logs[0]}.err", "wb") as err:
-            # A session of its own: a terminal's Ctrl-C reaches the launcher alone.
+            # The worker has its own session, so that a terminal's Ctrl-C reaches the launcher alone.
             self._master = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
             )
@@ -196,7 +196,7 @@ class WorkerGroup:
     def _wait_for_first_failure(self) -> Failure | None:
         """Wait for the end of all workers, and return the first failure; their own reports take precedence."""
         for connection in list(self._connections):
-            # Not to the end of the stream: a process forked by a worker may hold its socket open.
+            # This does not read to the end of the stream: a process forked by a worker may hold its socket open.
             while connection in self._connections and connection.poll():
                 self._receive_message(connection)
         status = 0 if self._master is None else self._master.wait()

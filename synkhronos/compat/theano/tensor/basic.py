@@ -1,6 +1,6 @@
 """The module ``theano.tensor.basic``, on PyTensor: functions whose names or arguments differ from Theano's.
 
-All other names are those of ``pytensor.tensor``.
+All other names come from ``pytensor.tensor``.
 """
 
 from collections.abc import Callable, Iterable, Sequence

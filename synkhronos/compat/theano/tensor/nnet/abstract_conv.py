@@ -178,7 +178,7 @@ def _make_abstract_conv(
 ) -> Any:
     """Return a function of a convolution's images and filters, or of a gradient's two inputs and its spatial shape.
 
-    Settings are those of `conv2d` from ``border_mode`` on; shapes are ignored.
+    The function takes the settings of `conv2d` from ``border_mode`` on; shapes are ignored.
 
     Examples
     --------

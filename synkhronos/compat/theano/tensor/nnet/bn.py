@@ -31,7 +31,7 @@ def _resolve_axes(axes: Any, ndim: int) -> tuple[int, ...]:
 
 
 class _ParameterLayout:
-    """Layout of the parameters, that of ``gamma``: all dimensions, or only those that are not normalized."""
+    """Layout of ``gamma``, for all parameters: all dimensions, or only the dimensions that are not normalized."""
 
     def __init__(self, inputs: Any, axes: tuple[int, ...], gamma: Any):
         self.axes = axes
@@ -95,7 +95,7 @@ def batch_normalization_train(
     output, mean, invstd = BatchNormTrain(layout.axes, _as_epsilon(epsilon, "float64"))(inputs, scale, shift)
     results = [mean, invstd]
     if running_mean is not None:
-        # The rounding error of this difference is small compared with var + epsilon, as which it is used.
+        # The rounding error of this difference is small compared with var + epsilon, the sum in which it is used.
         var = pt.maximum(1 / invstd**2 - _as_epsilon(epsilon, invstd.dtype), 0)
         factor = running_average_factor
         count = pt.cast(pt.prod([inputs.shape[a] for a in layout.axes]), inputs.dtype)

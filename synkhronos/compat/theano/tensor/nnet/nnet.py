@@ -130,7 +130,7 @@ def h_softmax(
 ) -> Any:
     """Return hierarchical softmax in two levels (Goodman, arXiv:cs/0108006): all probabilities, or the targets'.
 
-    ``W1`` and ``b1`` are the weights of the classes, ``W2`` and ``b2`` those of the outputs of each class.
+    ``W1`` and ``b1`` are the weights of the classes, ``W2`` and ``b2`` the weights of the outputs of each class.
     """
     classes = softmax(pt.dot(x, W1) + b1)
     if target is None:

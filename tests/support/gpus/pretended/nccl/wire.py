@@ -1,11 +1,6 @@
 """Reductions of the stand-in for NCCL: all ranks send their arrays to a server on rank 0.
 
-`Link`
-    One rank's end.
-`Server`
-    Takes one message of each rank, and answers all; the next round begins then.
-`interface`
-    The network interface that is taken, and its address.
+The server works in rounds: it takes one message of each rank, and then answers all.
 """
 
 import contextlib
@@ -104,30 +99,31 @@ class Server(threading.Thread):
                 if self._serve([ranks[r] for r in range(size)]):
                     return
         except (ConnectionError, EOFError):
-            self._left = ranks  # waiting ranks go on waiting, as with NCCL
+            # A reference keeps the sockets open: waiting ranks go on waiting, as with NCCL.
+            self._open_connections = ranks
 
     def _serve(self, connections):
         if not hasattr(self, "_begun"):
             self._begun = True
             answers = [None] * len(connections)
         else:
-            shown = [_receive(connection) for connection in connections]
-            assert len({kind for kind, *_ in shown}) == 1, "the ranks call NCCL in different orders"
-            answers = _compute_answers(*shown[0][:2], [content for *_, content in shown])
+            requests = [_receive(connection) for connection in connections]
+            assert len({kind for kind, *_ in requests}) == 1, "the ranks call NCCL in different orders"
+            answers = _compute_answers(*requests[0][:2], [content for *_, content in requests])
         for connection, answer in zip(connections, answers, strict=True):
             _send(connection, answer)
 
 
-def _compute_answers(kind, how, contents):
+def _compute_answers(kind, parameters, contents):
     """Return the answer to each rank."""
     if kind == "broadcast":  # the root waits for nobody, and its unread data may exceed its socket's buffer
-        return [None if r == how else contents[how] for r in range(len(contents))]
+        return [None if r == parameters else contents[parameters] for r in range(len(contents))]
     if kind == "group":
         return [
             [(source, content) for source, sent in enumerate(contents) for target, content in sent if target == r]
             for r in range(len(contents))
         ]
-    dtype, op, root = how
+    dtype, op, root = parameters
     arrays = [np.frombuffer(content, DTYPES[dtype]) for content in contents]
     wide = np.float32 if op == 4 and arrays[0].dtype.itemsize == 2 else arrays[0].dtype
     total = arrays[0].astype(wide)
@@ -162,15 +158,15 @@ class Link:
         _send(self._socket, (size, rank))
         _receive(self._socket)
 
-    def exchange(self, kind, how, content, gets_something=True):
+    def exchange(self, kind, parameters, content, receives=True):
         """Send this rank's data; return the received data, or nothing if the communicator was aborted.
 
         A rank that only sends does not wait for the others, since NCCL buffers small messages.
         """
         _busy[0] += 1
         try:
-            _send(self._socket, (kind, how, content))
-            if not gets_something:
+            _send(self._socket, (kind, parameters, content))
+            if not receives:
                 self._unread += 1
                 return None
             while self._unread:

@@ -21,11 +21,11 @@ def _nbytes(count, dtype):
     return count * np.dtype(wire.DTYPES[dtype]).itemsize
 
 
-def _collective(kind, how, source, target, count, dtype, handle, takers=None):
-    """Call a collective; ``takers`` says who gets something, None for everyone."""
+def _collective(kind, parameters, source, target, count, dtype, handle, receivers=None):
+    """Call a collective; ``receivers`` are the ranks that receive a result, None for all of them."""
     nbytes, link = _nbytes(count, dtype), _links[handle - 1]
     content = ctypes.string_at(source, nbytes)
-    result = link.exchange(kind, how, content, takers is None or link.rank in takers)
+    result = link.exchange(kind, parameters, content, receivers is None or link.rank in receivers)
     if result is not None:
         ctypes.memmove(target, result, nbytes)
 
