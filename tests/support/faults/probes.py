@@ -202,8 +202,9 @@ def block(how: str) -> None:
     else:
         poll = ctypes.PyDLL(None).poll  # does not release the interpreter's lock
         deadline = time.monotonic() + 60
+        # A signal that comes just before `poll` starts does not end it: its handler runs at the next turn.
         while (
-            poll(ctypes.byref(_PollDescriptor(_RELEASE, select.POLLIN, 0)), 1, 60_000) < 1
+            poll(ctypes.byref(_PollDescriptor(_RELEASE, select.POLLIN, 0)), 1, 10_000) < 1
             and time.monotonic() < deadline
         ):
             pass
