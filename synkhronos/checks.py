@@ -56,7 +56,7 @@ def suggest_keywords(function: Function) -> Function:
                 raise TypeError(f"{name}: unknown argument of {title}(){similar}")
         return function(*args, **kwargs)
 
-    return call  # type: ignore[return-value]
+    return call  # type: ignore[return-value]  # it has the signature of the function
 
 
 def check_integer(value: Any, name: str, expected: str = "an integer") -> int:

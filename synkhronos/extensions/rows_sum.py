@@ -426,7 +426,7 @@ class _DistributedSumOp(Op):
         """Return, for each input, whether the outputs are differentiable with respect to it."""
         return [[variable.dtype in float_dtypes] * len(node.outputs) for variable in node.inputs]
 
-    def L_op(self, inputs: Variables, outputs: Variables, output_grads: Variables) -> list[Any]:  # noqa: N802
+    def L_op(self, inputs: Variables, outputs: Variables, output_grads: Variables) -> list[Any]:  # noqa: N802 - PyTensor's name
         """Return the gradients; the name before PyTensor 3.0 of `pullback`."""
         return self.pullback(inputs, outputs, output_grads)
 

@@ -23,6 +23,7 @@ from pytensor.scalar.basic import Add, Mul, Sub, TrueDiv
 from pytensor.tensor.elemwise import DimShuffle, Elemwise
 from pytensor.tensor.math import Sum
 
+from synkhronos.lowering.patterns import is_elementwise
 from synkhronos.variable_types import Node, Variable
 
 
@@ -32,7 +33,7 @@ class PartialSumSharer(GraphRewriter):
     def apply(self, fgraph: FunctionGraph) -> None:
         """Rewrite a graph in place, the longest sums first, since their terms are those of the shorter ones."""
         for node in reversed(fgraph.toposort()):
-            while _is_elementwise(node, Add) and (partial := _find_partial_sum(fgraph, node)) is not None:
+            while is_elementwise(node, Add) and (partial := _find_partial_sum(fgraph, node)) is not None:
                 rest = Counter(node.inputs) - Counter(partial.inputs)
                 total = node.op(partial.outputs[0], *rest.elements())
                 fgraph.replace(node.outputs[0], total, reason="share_partial_sums")
@@ -43,7 +44,7 @@ def _find_partial_sum(fgraph: FunctionGraph, node: Node) -> Any:
     """Return the node of the largest sum of some of the node's terms that is also computed; None if there is none."""
     terms = Counter(node.inputs)
     clients = {client for term in terms for client, _ in fgraph.clients[term] if client is not node}
-    sums = [c for c in clients if _is_elementwise(c, Add) and len(c.inputs) < len(node.inputs)]
+    sums = [c for c in clients if is_elementwise(c, Add) and len(c.inputs) < len(node.inputs)]
     return max((c for c in sums if Counter(c.inputs) <= terms), key=lambda c: len(c.inputs), default=None)
 
 
@@ -52,7 +53,7 @@ def _split_centered_sum(fgraph: FunctionGraph, node: Node) -> list[Any] | None:
     """Replace ``sum(a + c * (x - mean(x)))`` by ``sum(a) + c * sum(x - mean(x))``, where c has no summed axis."""
     (total,) = node.inputs
     axes = node.op.axis
-    if axes is None or total.owner is None or not _is_elementwise(total.owner, Add):
+    if axes is None or not is_elementwise(total.owner, Add):
         return None
     plain, centered = [], []
     for term in total.owner.inputs:
@@ -78,11 +79,11 @@ def _split_factors(term: Variable, axes: tuple[int, ...]) -> tuple[Any, list[tup
     """Split a term into a rest and factors that are constant along the axes, each with True if it is a divisor."""
     factors: list[tuple[Any, bool]] = []
     while term.owner is not None:
-        if _is_elementwise(term.owner, TrueDiv) and _is_constant_along(term.owner.inputs[1], axes):
+        if is_elementwise(term.owner, TrueDiv) and _is_constant_along(term.owner.inputs[1], axes):
             term, divisor = term.owner.inputs
             factors.append((divisor, True))
             continue
-        if not _is_elementwise(term.owner, Mul):
+        if not is_elementwise(term.owner, Mul):
             break
         rest = [x for x in term.owner.inputs if not _is_constant_along(x, axes)]
         if len(rest) != 1:
@@ -95,7 +96,7 @@ def _split_factors(term: Variable, axes: tuple[int, ...]) -> tuple[Any, list[tup
 def _is_centered(variable: Variable, axes: tuple[int, ...]) -> bool:
     """Whether a variable is a difference between another one and a multiple of its sum over the axes."""
     node = variable.owner
-    if node is None or not _is_elementwise(node, Sub) or not _is_constant_along(node.inputs[1], axes):
+    if not is_elementwise(node, Sub) or not _is_constant_along(node.inputs[1], axes):
         return False
     whole, waiting = node.inputs[0], [node.inputs[1]]
     while waiting:
@@ -104,7 +105,7 @@ def _is_centered(variable: Variable, axes: tuple[int, ...]) -> bool:
             continue
         if isinstance(owner.op, Sum) and owner.op.axis == axes and owner.inputs[0] is whole:
             return True
-        if isinstance(owner.op, DimShuffle) or _is_elementwise(owner, Mul) or _is_elementwise(owner, TrueDiv):
+        if isinstance(owner.op, DimShuffle) or is_elementwise(owner, Mul) or is_elementwise(owner, TrueDiv):
             waiting += owner.inputs
     return False
 
@@ -129,10 +130,6 @@ def separate_statistics(run: Callable[..., Any], node: Node, graph: FunctionGrap
 
 def _is_constant_along(variable: Variable, axes: tuple[int, ...]) -> bool:
     return all(variable.type.broadcastable[axis] for axis in axes)
-
-
-def _is_elementwise(node: Node, scalar_op: type) -> bool:
-    return isinstance(node.op, Elemwise) and isinstance(node.op.scalar_op, scalar_op)
 
 
 split_centered_sums = in2out(_split_centered_sum, name="split_centered_sums")

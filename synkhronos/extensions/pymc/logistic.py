@@ -15,10 +15,11 @@ from typing import Any
 import pytensor.tensor as pt
 from pytensor.graph.basic import Constant
 from pytensor.scalar import basic, math
-from pytensor.tensor.elemwise import DimShuffle, Elemwise
+from pytensor.tensor.elemwise import DimShuffle
 
 from synkhronos.extensions.rows_sum_graph import replace_variables
 from synkhronos.graph_libraries import get_library
+from synkhronos.lowering.patterns import is_elementwise
 from synkhronos.variable_types import Variable
 
 __all__ = ["simplify_logistic"]
@@ -29,7 +30,7 @@ def simplify_logistic(terms: Variable) -> Any:
     nodes = get_library(terms).sort_nodes([terms])
     replaced: dict[Any, Any] = {}
     for node in nodes:
-        if _is_elemwise(node.outputs[0], basic.Switch):
+        if is_elementwise(node, basic.Switch):
             condition, success, failure = node.inputs
             score = _get_operand(_get_operand(success, basic.Log), math.Sigmoid)
             complement = _get_operand(_get_operand(failure, basic.Log1p), basic.Neg)
@@ -37,7 +38,7 @@ def simplify_logistic(terms: Variable) -> Any:
                 # PyTensor would put the softplus into a switch again.
                 sign = 1.0 - 2.0 * pt.neq(condition, 0)
                 replaced[node.outputs[0]] = -pt.softplus(sign * score)
-        elif _is_elemwise(node.outputs[0], basic.GE | basic.LE):
+        elif is_elementwise(node, basic.GE | basic.LE):
             # A probability is in its bounds unless it is nan.
             probability, bound = node.inputs
             score = _get_operand(probability, math.Sigmoid)
@@ -47,14 +48,9 @@ def simplify_logistic(terms: Variable) -> Any:
     return replace_variables(terms, nodes, replaced)
 
 
-def _is_elemwise(variable: Any, kind: Any) -> bool:
-    node = variable.owner
-    return node is not None and isinstance(node.op, Elemwise) and isinstance(node.op.scalar_op, kind)
-
-
 def _get_operand(variable: Any, kind: Any) -> Any:
     """Return the operand of an elementwise function; None if `variable` is None, or another function's value."""
-    return variable.owner.inputs[0] if variable is not None and _is_elemwise(variable, kind) else None
+    return variable.owner.inputs[0] if variable is not None and is_elementwise(variable.owner, kind) else None
 
 
 def _is_constant(variable: Any, value: int) -> bool:

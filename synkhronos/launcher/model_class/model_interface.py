@@ -152,7 +152,7 @@ def get_n_epochs(model: Any, settings: Settings) -> int:
             f"{settings.modelclass}: missing or invalid:\n  attribute n_epochs: expected a number of epochs, got "
             f"{epochs!r}; or give --set epochs=N"
         )
-    return int(epochs)  # type: ignore[arg-type]
+    return int(epochs)  # type: ignore[arg-type]  # `is_count` has checked it
 
 
 def get_steps_per_batch(model: Any) -> int:

@@ -68,7 +68,7 @@ def prepare_rank(
     Also enable ``import theano`` for the model class.  The master has done so for its forks, but ranks of other hosts
     are not its forks.
     """
-    import synkhronos.compat  # noqa: F401
+    import synkhronos.compat  # noqa: F401 - it enables ``import theano``
 
     sys.stdout.flush()
     sys.stderr.flush()

@@ -45,7 +45,7 @@ def _advance_pipe(self: PipeEnd, nbytes: int = 0) -> None:
         action()
 
 
-PipeEnd.advance = _advance_pipe  # type: ignore[method-assign]
+PipeEnd.advance = _advance_pipe  # type: ignore[method-assign]  # faults are injected here
 
 
 def report_event(folder: str, event: str, **data: Any) -> None:
