@@ -315,6 +315,8 @@ class RankCall:
 
     def _stage_inputs(self, rows: Sequence[Selection | None], sliceable_rows: Selection | None) -> list[Any]:
         """Return the compiled function's inputs: the given rows of each, on the device that it takes them from."""
+        if not self.call.inputs and sliceable_rows is None:
+            return []
         rank, computation = self._rank, self.computation
         arrays = [value.array if isinstance(value, ScatteredInput) else value for value in self.call.inputs]
         devices = computation.choose_input_devices(self._runner)

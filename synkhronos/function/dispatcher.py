@@ -83,7 +83,9 @@ class Dispatcher:
     def finish_call(self, session: Session, call: Call, command_result: Any) -> list[Any]:
         """Record the call's variant as compiled; return the outputs, each with several values after a fused launch."""
         self._compiled_variants.add(call.variant)
-        if command_result and not call.fetches_outputs:
+        if not command_result:
+            return []
+        if not call.fetches_outputs:
             command_result = self.computation.engine.wrap_outputs(session, command_result)
         return [np.asarray(result) if isinstance(result, np.generic) else result for result in command_result]
 

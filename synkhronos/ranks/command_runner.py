@@ -132,21 +132,16 @@ class CommandRunner(ABC):
         handler could raise.  A context manager in Python that also calls `begin_call` would have such moments, and
         the lock would stay acquired.
         """
-        if self._holds_call_lock():
+        if self._call_lock._is_owned():  # type: ignore[attr-defined] # as threading.Condition does
             raise RuntimeError(_NESTED_CALL)
         return self._call_lock
 
     @property
     def nested_call_lock(self) -> contextlib.AbstractContextManager[Any]:
         """`call_lock`, also for the thread that is preparing a call, but not for one in the middle of a command."""
-        if self._is_running and self._holds_call_lock():
+        if self._is_running and self._call_lock._is_owned():  # type: ignore[attr-defined]
             raise RuntimeError(_NESTED_CALL)
         return self._call_lock
-
-    def _holds_call_lock(self) -> bool:
-        """Whether this thread holds the lock."""
-        is_held: bool = self._call_lock._is_owned()  # type: ignore[attr-defined] # as threading.Condition does
-        return is_held
 
     def begin_call(self) -> None:
         """Prepare the session for a call; the first statement under the lock.
@@ -210,7 +205,8 @@ class CommandRunner(ABC):
             is_interrupt = master_error is not None and not isinstance(master_error, Exception)
             # A worker in compiled code may take long to finish; the next call waits for it, or `close` ends it.
             self._wait_for_completion(_INTERRUPTED_GRACE_SECONDS if is_interrupt else None)
-            reports = self._read_reports(command_number)
+            has_failed = control.words[ControlMemory.FAILED] == command_number
+            reports = self._read_reports(command_number) if has_failed else []
             self.rank.cancel_operations_of_failed_command()
         except PeerDied:  # raised just after the master's part had failed
             self._close_if_peer_or_host_failed()
@@ -251,10 +247,8 @@ class CommandRunner(ABC):
         return result, None
 
     def _read_reports(self, command_number: int) -> list[FailureReport]:
-        """Return the workers' reports of a command, none if no rank failed; close the session if a host has failed."""
+        """Return the workers' reports of a failed command; close the session if a host has failed."""
         control, link = self._control, self._group.link
-        if control.words[ControlMemory.FAILED] != command_number:
-            return []
         reports = [
             replace(pickle.loads(control.read_report(r)), host=link.get_host_name(r))
             for r in range(control.size)
