@@ -24,11 +24,11 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.casts import check_dense
+from synkhronos.casts import as_numbers
 from synkhronos.checks import check_index, check_integer
 from synkhronos.collectives.arguments import check_op_dtype, check_op_name
 from synkhronos.data.rows import get_share
-from synkhronos.devices import NUMPY, Device, get_array_device
+from synkhronos.devices import NUMPY, Device, find_device, get_array_device
 from synkhronos.devices.reduce_op import REDUCE_OPS
 from synkhronos.devices.shared_memory_communicator import reduce_arrays
 from synkhronos.ranks.program_peers import Lock, ProgramPeers
@@ -114,12 +114,12 @@ class RankContext:
         values = self._peers.all_gather(value if self.number == root else None, "broadcast()")
         return values[root]
 
-    def all_reduce(self, array: Array, op: str = "avg", overwrite: bool = False) -> Any:
+    def all_reduce(self, array: Any, op: str = "avg", overwrite: bool = False) -> Any:
         """Return the reduction of all ranks' arrays, the same on every rank.
 
         Parameters
         ----------
-        array : ndarray, or array on a GPU
+        array : array_like, or array on a GPU
             Array of the same shape and dtype on all ranks.  Arrays on GPUs are reduced by NCCL, others in host memory.
         op : str
             Elementwise op such as "avg" or "sum" (see :ref:`ops`).
@@ -135,7 +135,7 @@ class RankContext:
         RuntimeError
             If shape, dtype or op differ between ranks.
         """
-        check_dense(array, "array")
+        array = _as_array(array)
         device = _choose_transfer_device(self._rank, array, check_op_name(op))
         value = array
         if device is NUMPY:
@@ -328,9 +328,9 @@ class Group:
         """Return the values of all members, in the order of the group.  Each passes a small picklable value."""
         return self._gather_at_barrier("all_gather()", value)
 
-    def all_reduce(self, array: Array, op: str = "avg") -> Any:
+    def all_reduce(self, array: Any, op: str = "avg") -> Any:
         """Return the reduction of all members' arrays on each member; see `RankContext.all_reduce`."""
-        check_dense(array, "array")
+        array = _as_array(array)
         device = _choose_transfer_device(self._rank, array, check_op_name(op))
         communicator = device.get_group_communicator(self._rank, self.ranks)
         result = np.array(array, order="C") if communicator is None else _copy_array(device, array)
@@ -413,14 +413,17 @@ def _choose_transfer_device(rank: Rank, value: Any, op: str | None = None) -> De
     return device if device.owns(value) and device.can_communicate(value.dtype, op) else NUMPY
 
 
+def _as_array(array: Any) -> Any:
+    """Return an array on a GPU unchanged, and anything else as a NumPy array; raise TypeError unless it has numbers."""
+    return as_numbers(array, "array") if find_device(array) is NUMPY else array
+
+
 def _describe_reduction(array: Array, op: str, device: Device) -> tuple[Any, ...]:
     """Return shape, dtype, op and device, which have to be equal on all ranks.
 
-    Raise TypeError or ValueError if the reduction is not defined for the dtype.
+    Raise ValueError if the reduction is not defined for the dtype.
     """
     dtype = np.dtype(array.dtype)
-    if dtype.hasobject:
-        raise TypeError(f"array: expected numbers, got an array of {dtype}")
     check_op_dtype(op, dtype, "an array")
     return tuple(array.shape), str(dtype), op, device.name
 

@@ -228,6 +228,8 @@ def test_run_refuses_unpicklable_values(two_ranks_per_test):
         ("an average of integers in a group", ValueError, "op: 'avg' of an array is not defined for dtype int64"),
         ("a decision of nobody", IndexError, "root: expected 0 to 1, got -1"),
         ("objects", TypeError, "array: expected numbers, got an array of object"),
+        ("dates", TypeError, "array: expected numbers, got an array of datetime64"),
+        ("records in a group", TypeError, "array: expected numbers, got an array of .*i4"),
         ("a mask", TypeError, "array: expected an array, got a masked one"),
         ("a mask in a group", TypeError, "array: expected an array, got a masked one"),
         ("a sum of flags", ValueError, "op: 'sum' of an array is not defined for dtype bool"),

@@ -144,11 +144,19 @@ def test_send_keeps_large_masked_arrays(n_ranks):
 
 @pytest.mark.parametrize("in_group", [False, True])
 def test_program_all_reduce_accepts_other_byte_orders(n_ranks, in_group):
-    total = synk.run(programs.add_byte_orders, ">" * n_ranks, in_group)
+    big, little = np.arange(5, dtype=">f8"), np.arange(5, dtype="<f8")
+    total = synk.run(programs.add_values, [big] * n_ranks, in_group)
     assert total == [(n_ranks * np.arange(5.0)).tolist()] * n_ranks
     if n_ranks > 1:
         with pytest.raises(RuntimeError, match="expected the same shape, dtype"):
-            synk.run(programs.add_byte_orders, "<>" + "<" * (n_ranks - 2), in_group)
+            synk.run(programs.add_values, [little, big] + [little] * (n_ranks - 2), in_group)
+
+
+@pytest.mark.parametrize("in_group", [False, True])
+@pytest.mark.parametrize("value", [2, 0.5, [1.5, 2.5]])
+def test_program_all_reduce_accepts_numbers_and_lists(n_ranks, in_group, value):
+    total = (n_ranks * np.array(value)).tolist()
+    assert synk.run(programs.add_values, [value] * n_ranks, in_group) == [total] * n_ranks
 
 
 def test_program_rows_are_cast_like_data(n_ranks):

@@ -139,10 +139,10 @@ def send_masked_arrays(context):
     return [np.ma.getmaskarray(context.receive(r)).tolist() for r in range(1, context.size)]
 
 
-def add_byte_orders(context, orders, in_group):
-    """All-reduce an array whose byte order is ``orders[rank]``."""
+def add_values(context, values, in_group):
+    """Add ``values[rank]`` of all ranks."""
     all_reduce = (context.group(range(context.size)) if in_group else context).all_reduce
-    return all_reduce(np.arange(5, dtype=f"{orders[context.number]}f8"), "sum").tolist()
+    return all_reduce(values[context.number], "sum").tolist()
 
 
 def write_zeros(context, rows):
@@ -316,6 +316,8 @@ def call_wrongly(context, call):
         "an average of integers in a group": lambda: context.group([0, 1]).all_reduce(np.arange(3)),
         "a decision of nobody": lambda: context.broadcast(3, root=-1),
         "objects": lambda: context.all_reduce(np.array([context])),
+        "dates": lambda: context.all_reduce(np.zeros(3, "M8[s]"), "max"),
+        "records in a group": lambda: context.group([0, 1]).all_reduce(np.zeros(3, "i4,f8"), "sum"),
         "a mask": lambda: context.all_reduce(np.ma.masked_array([1.0, 2.0], [False, True])),
         "a mask in a group": lambda: context.group([0, 1]).all_reduce(np.ma.masked_array([1.0, 2.0], [False, True])),
         "a sum of flags": lambda: context.all_reduce(np.ones(3, bool), "sum"),
