@@ -6,6 +6,7 @@ Each entry has a command line, its exit status, and a part of its message.
 import dataclasses
 import datetime
 import json
+import locale
 import re
 import sys
 import textwrap
@@ -368,6 +369,18 @@ def test_command_line_order_does_not_matter():
     ):
         output = run("train", "--set=model=launch_models/mlp.py:MLP", "--dry-run", *words, cwd=SUPPORT).stdout
         assert json.loads(output)["devices"] == ["cpu", "cpu"], words
+
+
+@pytest.mark.parametrize(("name", "key"), [("session.toml", "rule"), ("session.cfg", "RULE")])
+def test_session_files_are_utf_8_in_any_locale(tmp_path, name, key):
+    """A byte order mark, as editors on Windows write it, is no part of the first name."""
+    (tmp_path / name).write_text(f'{key}="\u00fc"\r\n', "utf-8-sig")
+    before = locale.setlocale(locale.LC_CTYPE)
+    locale.setlocale(locale.LC_CTYPE, "C")
+    try:
+        assert read_session_file(tmp_path / name) == {"rule": "\xfc"}
+    finally:
+        locale.setlocale(locale.LC_CTYPE, before)
 
 
 def test_theano_mpi_session_files_are_read(tmp_path):

@@ -25,7 +25,7 @@ def read_session_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     path = Path(path)
     try:
-        text = path.read_text()
+        text = path.read_text("utf-8-sig")  # TOML is UTF-8 in any locale; editors on Windows write a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path}: expected a session file: {error}") from None
     if path.suffix not in (".json", ".toml"):
