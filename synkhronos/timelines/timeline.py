@@ -109,7 +109,7 @@ class Timeline:
     """
 
     def __init__(self, path: str | os.PathLike[str], compute: bool, max_spans: int):
-        self.path = os.fspath(path)
+        self.path = os.path.abspath(path)
         session = ranks.get_session()
         if any(
             isinstance(pending, _Recording) and pending.session is not None

@@ -113,6 +113,14 @@ def test_timeline_restores_the_methods(step, tmp_path):
     assert sum(event["name"] == "run step" and event["pid"] == 1 for event in events) == 1
 
 
+def test_timeline_stays_where_it_is_when_the_working_directory_changes(step, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with synk.timeline("run.json"):
+        call_and_all_reduce(step)
+        monkeypatch.chdir("/")
+    assert json.loads((tmp_path / "run.json").read_text())["traceEvents"]
+
+
 def test_close_writes_the_timeline(step, tmp_path):
     path = tmp_path / "run.json"
     timeline = synk.timeline(path)

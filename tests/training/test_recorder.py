@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from synkhronos.training import Recorder, TensorBoard, schedules
+from synkhronos.training import Checkpoint, Recorder, TensorBoard, schedules
 from synkhronos.training.monitoring import show_command
 from synkhronos.training.monitoring.recorder import read_records
 from synkhronos.training.schedules import get_state, reset_best, set_state
@@ -51,6 +51,18 @@ def test_recorder_appends_and_truncates_lines(tmp_path):
     assert {name: [line["seen"] for line in lines] for name, lines in files.items()} == {
         "rank-0": [10, 20, 10, 20], "rank-1": [10, 20, 10, 20], "reports": [10, 20, 10, 20],
     }  # fmt: skip
+
+
+def test_files_stay_where_they_are_when_the_working_directory_changes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recorder, checkpoint = write_records("records"), Checkpoint("checkpoints")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    recorder.write({"epoch": 2})
+    checkpoint.save(10, {"w": np.ones(3)}, {})
+    checkpoint.unlock()
+    assert read_records(tmp_path / "records")["reports"][-1]["epoch"] == 2
+    assert [path.parent for path in Checkpoint(tmp_path / "checkpoints").list_paths()] == [tmp_path / "checkpoints"]
 
 
 def test_recorder_loses_only_a_torn_line(tmp_path):

@@ -99,7 +99,7 @@ class Checkpoint:
             check_at_least(value, name, 1)
         self.keep_best = None if keep_best is None else parse_monitored_metric(keep_best, "keep_best")
         _import_safetensors()
-        self.folder, self.keep, self.every = Path(folder), keep, every
+        self.folder, self.keep, self.every = Path(folder).absolute(), keep, every
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = FolderLock(self.folder)
 

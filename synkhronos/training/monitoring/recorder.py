@@ -56,7 +56,7 @@ class Recorder:
     """
 
     def __init__(self, folder: str | os.PathLike[str], every: int = 40):
-        self.folder, self.every = Path(folder), check_at_least(every, "every", 1, "a number of steps")
+        self.folder, self.every = Path(folder).absolute(), check_at_least(every, "every", 1, "a number of steps")
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, record: Mapping[str, Any]) -> None:
