@@ -11,8 +11,12 @@ from time import perf_counter
 from typing import Any, Protocol
 
 import numpy as np
-from tqdm import tqdm
-from tqdm.contrib.logging import logging_redirect_tqdm
+
+try:
+    from tqdm import tqdm
+    from tqdm.contrib.logging import logging_redirect_tqdm
+except ModuleNotFoundError as error:
+    raise SystemExit(f"this demo needs {error.name}: pip install 'synkhronos[lasagne]'") from None
 
 __all__ = ["Run", "Trainer", "fit"]
 

@@ -11,9 +11,13 @@ from importlib.metadata import version
 import synkhronos.compat
 
 # isort: split
-import lasagne
 import theano
 import theano.tensor as T
+
+try:
+    import lasagne
+except ModuleNotFoundError as error:
+    raise SystemExit(f"this demo needs {error.name}: pip install 'synkhronos[lasagne]'") from None
 
 __all__ = ["T", "describe_libraries", "lasagne", "theano"]
 

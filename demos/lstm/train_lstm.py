@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import time
 import warnings
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -178,6 +179,8 @@ def main() -> None:
         parser.error("argument --epochs: 2 or more are needed, as the first, which compiles, is not counted")
     if options.gpu and synk.get_n_gpu() == 0:
         parser.error("argument --gpu: this machine has no usable GPU")
+    if options.mode == "JAX" and find_spec("jax") is None:
+        raise SystemExit("this demo needs jax, or --mode NUMBA: pip install 'synkhronos[jax]'")
     library.config.floatX = "float32"
     if not options.gpu and synk.get_n_gpu() == 0:
         library.config.mode = options.mode

@@ -21,12 +21,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import matplotlib
 import numpy as np
-import pooch
-from threadpoolctl import threadpool_info, threadpool_limits
-from tqdm import tqdm
-from tqdm.contrib.logging import logging_redirect_tqdm
 
 import mnist
 import synkhronos as synk
@@ -39,6 +34,14 @@ except ImportError:
     import theano as graph_library
     import theano.tensor as T
     from theano.sandbox.rng_mrg import MRG_RandomStreams
+try:
+    import matplotlib
+    import pooch
+    from threadpoolctl import threadpool_info, threadpool_limits
+    from tqdm import tqdm
+    from tqdm.contrib.logging import logging_redirect_tqdm
+except ModuleNotFoundError as error:
+    raise SystemExit(f"this demo needs {error.name}: pip install 'synkhronos[demos]'") from None
 
 matplotlib.use("Agg")
 graph_library.config.floatX = "float32"

@@ -9,10 +9,14 @@ import argparse
 from time import perf_counter
 
 import numpy as np
-import pymc as pm
 
 import synkhronos as synk
 from synkhronos.extensions.pymc import data_parallel
+
+try:
+    import pymc as pm
+except ModuleNotFoundError as error:
+    raise SystemExit(f"this demo needs {error.name}: pip install 'synkhronos[pymc]'") from None
 
 
 def build_model(rows: int) -> pm.Model:

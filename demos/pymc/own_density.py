@@ -9,11 +9,15 @@ from __future__ import annotations
 import argparse
 
 import numpy as np
-import pymc as pm
-import pytensor.tensor as pt
 
 import synkhronos as synk
 from synkhronos.extensions.pymc import data_parallel
+
+try:
+    import pymc as pm
+    import pytensor.tensor as pt
+except ModuleNotFoundError as error:
+    raise SystemExit(f"this demo needs {error.name}: pip install 'synkhronos[pymc]'") from None
 
 STEPS = 4
 

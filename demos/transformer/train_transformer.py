@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import time
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,8 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error("argument --folder: it has a training: add --resume to go on, or name another folder")
     if options.gpu and synk.get_n_gpu() == 0:
         parser.error("argument --gpu: this machine has no usable GPU")
+    if options.mode == "JAX" and find_spec("jax") is None:
+        raise SystemExit("this demo needs jax, or --mode NUMBA: pip install 'synkhronos[jax]'")
     return options
 
 

@@ -22,7 +22,7 @@ from synkhronos.launcher import SettingsError
 from synkhronos.launcher.configuration.resolve import resolve_settings
 from synkhronos.launcher.configuration.settings import Settings, merge_tables
 from synkhronos.launcher.configuration.sources import parse_set_option, read_environment, read_session_file
-from synkhronos.launcher.model_class.model_interface import import_model_class
+from synkhronos.launcher.model_class.model_interface import ModelInterfaceError, import_model_class
 from synkhronos.launcher.model_class.model_recorder import ModelRecorder
 from synkhronos.launcher.supervision.run_folder import create_and_lock_run_folder
 
@@ -178,6 +178,19 @@ def test_launch_refuses_unimportable_file_names(monkeypatch, tmp_path):
     resolved = resolve_settings([{**settings, "modelfile": "v1.2/my_net.py"}])
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert import_model_class(resolved.pythonpath, resolved.modelfile, "Net").__module__ == "my_net"
+
+
+def test_model_files_name_the_extra_of_lasagne_alone(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setitem(sys.modules, "lasagne", None)
+    for package in ("lasagne", "no_such_package"):
+        (tmp_path / f"net_of_{package}.py").write_text(f"import {package}\n")
+    with pytest.raises(
+        ModelInterfaceError, match=r"^net_of_lasagne needs lasagne: pip install 'synkhronos\[lasagne\]'$"
+    ):
+        import_model_class(str(tmp_path), "net_of_lasagne", "Net")
+    with pytest.raises(ModuleNotFoundError, match="^No module named 'no_such_package'$"):
+        import_model_class(str(tmp_path), "net_of_no_such_package", "Net")
 
 
 def test_run_folder_that_cannot_be_made_is_named(tmp_path):

@@ -16,6 +16,19 @@ ROOT = Path(__file__).resolve().parents[2]
 MNIST = ROOT / "demos" / "mnist" / "train_mnist.py"
 #: Mode that compiles fastest: the flags of conftest.py let PyTensor's "Mode" rewrite nothing.
 MODE = "Mode" if NAME == "pytensor" else "FAST_COMPILE"
+#: Run each script of the command line without the packages of the extras, and print why it exits.
+RUN_WITHOUT_EXTRAS = """
+import runpy, sys
+for package in ("jax", "lasagne", "matplotlib", "pymc", "tqdm"):
+    sys.modules[package] = None
+scripts, sys.argv[1:] = sys.argv[1:], ["--mode=JAX"]
+for script in scripts:
+    sys.path[0] = script.rpartition("/")[0]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as error:
+        print(error)
+"""
 
 
 def run_demo(*command: object, status: int = 0) -> str:
@@ -99,3 +112,24 @@ def test_demos_name_the_option_of_missing_gpus(script):
         pytest.importorskip("pytensor")
     printed = run_demo(ROOT / "demos" / f"{script}.py", "--gpu", status=2)
     assert "Traceback" not in printed and printed.endswith("argument --gpu: this machine has no usable GPU\n")
+
+
+def test_demos_name_the_extra_of_a_missing_package():
+    extras = {
+        "lasagne_mnist/train_mnist_cpu_data": "this demo needs lasagne: pip install 'synkhronos[lasagne]'",
+        "lasagne_mnist/train_mnist_gpu_data": "this demo needs lasagne: pip install 'synkhronos[lasagne]'",
+        "lasagne_mnist/train_mnist_theano": "this demo needs lasagne: pip install 'synkhronos[lasagne]'",
+        "lstm/train_lstm": "this demo needs jax, or --mode NUMBA: pip install 'synkhronos[jax]'",
+        "mnist/train_mnist": "this demo needs matplotlib: pip install 'synkhronos[demos]'",
+        "pymc/counts": "this demo needs pymc: pip install 'synkhronos[pymc]'",
+        "pymc/logistic": "this demo needs pymc: pip install 'synkhronos[pymc]'",
+        "pymc/own_density": "this demo needs pymc: pip install 'synkhronos[pymc]'",
+        "resnet/train_resnet": "this demo needs tqdm: pip install 'synkhronos[lasagne]'",
+        "resnet/train_resnet_theano": "this demo needs tqdm: pip install 'synkhronos[lasagne]'",
+        "transformer/train_transformer": "this demo needs jax, or --mode NUMBA: pip install 'synkhronos[jax]'",
+    }
+    if NAME == "theano":
+        extras = {script: message for script, message in extras.items() if "transformer" not in script}
+    scripts = [ROOT / "demos" / f"{script}.py" for script in extras]
+    printed = run_demo("-c", RUN_WITHOUT_EXTRAS, *scripts).splitlines()
+    assert [line for line in printed if "BLAS" not in line] == list(extras.values())

@@ -98,7 +98,12 @@ def import_model_class(pythonpath: str, module: str, class_name: str) -> Any:
     module_folder = str(Path(pythonpath, *module.split(".")[:-1]))
     if module_folder not in sys.path:
         sys.path.append(module_folder)
-    model_class = getattr(importlib.import_module(module), class_name, None)
+    try:
+        model_class = getattr(importlib.import_module(module), class_name, None)
+    except ModuleNotFoundError as error:
+        if error.name != "lasagne":
+            raise
+        raise ModelInterfaceError(f"{module} needs lasagne: pip install 'synkhronos[lasagne]'") from None
     if not isinstance(model_class, type):
         raise ModelInterfaceError(f"modelclass: {class_name!r} of {module}: expected a class, got {model_class!r}")
     return model_class
