@@ -18,7 +18,7 @@ from paths import SUPPORT
 
 from synkhronos import rules
 from synkhronos.gpus import get_n_gpu
-from synkhronos.launcher import SettingsError
+from synkhronos.launcher import SettingsError, doctor
 from synkhronos.launcher.configuration.resolve import resolve_settings
 from synkhronos.launcher.configuration.settings import Settings, merge_tables
 from synkhronos.launcher.configuration.sources import parse_set_option, read_environment, read_session_file
@@ -442,8 +442,6 @@ def test_checkpoint_requirements_are_checked_at_start(monkeypatch):
 
 
 def test_doctor_describes_the_machine():
-    from synkhronos.launcher import doctor
-
     text = doctor.make_report()
     assert re.search(r"^cores +\d+ for this process, \d+ in all$", text, re.MULTILINE)
     assert re.search(rf"^GPUs +{GPUS or 'none'}$", text, re.MULTILINE)
@@ -453,8 +451,6 @@ def test_doctor_describes_the_machine():
 
 
 def test_doctor_names_the_first_step(monkeypatch):
-    from synkhronos.launcher import doctor
-
     monkeypatch.setattr(doctor, "find_spec", lambda name: None)
     monkeypatch.setattr(doctor, "get_n_gpu", lambda: 0)
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
@@ -479,8 +475,6 @@ def test_doctor_names_the_first_step(monkeypatch):
     ],
 )
 def test_doctor_says_that_ranks_can_run(monkeypatch, library, ready, absent):
-    from synkhronos.launcher import doctor
-
     monkeypatch.setattr(doctor, "find_spec", lambda name: name if name == library else None)
     monkeypatch.setattr(doctor, "get_n_gpu", lambda: 0)
     monkeypatch.setattr(doctor.shutil, "which", lambda name: name)
@@ -491,7 +485,6 @@ def test_doctor_says_that_ranks_can_run(monkeypatch, library, ready, absent):
 
 def test_doctor_puts_gpus_that_cannot_be_used_first(monkeypatch):
     from synkhronos.devices import JAX
-    from synkhronos.launcher import doctor
 
     monkeypatch.setattr(doctor, "find_spec", lambda name: name if name == "pytensor" else None)
     monkeypatch.setattr(doctor, "get_n_gpu", lambda: 2)

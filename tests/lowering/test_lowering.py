@@ -132,22 +132,6 @@ def test_index_values_are_kept_for_the_launch(fork, table):
         np.testing.assert_array_equal(result, table[k : k + 2])
 
 
-def test_shared_counter_selects_rows(fork, table):
-    fork(2)
-    x, i = shared(table, "x"), shared(np.int64(0), "i")
-    f = synk.function([], (x[i * 10 : (i + 1) * 10], None), updates=[(i, i + 1, None)])
-    for part in (table[:10], table[10:20], table[20:], table[30:]):
-        np.testing.assert_array_equal(f(), part)
-
-
-def test_symbolic_lengths_are_resolved(fork):
-    fork(2)
-    n = T.iscalar("n")
-    f = synk.function([], (T.arange(n) * 2.0, None), [n])
-    for k in (3, 5, 0):
-        np.testing.assert_array_equal(f(k), 2.0 * np.arange(k))
-
-
 def test_random_draws_follow_the_number_of_rows(fork, table):
     fork(2)
     x, i = shared(table, "x"), T.lscalar("i")
@@ -171,14 +155,6 @@ def test_training_function_accepts_a_row_counter(fork, table):
         expected -= 0.1 * 2 / len(rows) * rows.T @ (rows @ expected - 1)
     np.testing.assert_allclose(w.get_value(), expected)
     assert int(i.get_value()) == 3
-
-
-def test_data_dependent_length_is_refused(fork):
-    fork(2)
-    x = T.dvector("x")
-    f = synk.function([x], (x[: x.argmax()], None))
-    with pytest.raises(NotImplementedError, match="length of a slice depends on the values of arrays"):
-        f(np.ones(4))
 
 
 # -- many numbers into few places ------------------------------------------------------------------------------

@@ -170,14 +170,6 @@ def test_finalizers_swallow_no_interrupt(fork):
     assert [reference() for reference in watched] == [None] * 4
 
 
-def test_interrupts_at_random_moments_leave_ranks_usable():
-    with Program("interrupt_at_random_moments", seed=0, times=40) as program:
-        outcome = program.wait_for_event("outcome", 60)
-        assert outcome["wrong"] == 0
-        assert outcome["interrupted"] > 20, outcome
-        check_next_calls(program)
-
-
 @pytest.mark.parametrize(
     ("name", "how"),
     [("SIGTERM", "handled"), ("SIGHUP", "handled"), ("SIGTERM", "ignored"), ("SIGUSR1", "handled since")],

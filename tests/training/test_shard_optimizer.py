@@ -9,7 +9,6 @@ import pytest
 from library import XLA, shared, tensor
 
 import synkhronos as synk
-from synkhronos import rules
 from synkhronos.extensions.train import make_train_function
 from synkhronos.function.call import RankCall
 from synkhronos.training import Checkpoint, make_trainer
@@ -160,12 +159,6 @@ def test_shard_optimizer_state_is_set_from_whole_arrays(n_ranks, shards):
         other.set_optimizer_state([])
 
 
-def test_shard_optimizer_refuses_rules_that_read_whole_state(n_ranks):
-    skip_one_rank(n_ranks)
-    with pytest.raises(ValueError, match="shard_optimizer: lamb reads the whole of w_m"):
-        ThreeDtypeRegression().train_by(u.lamb, shard_optimizer=True)
-
-
 def train_adam(folder, epochs, shards, resume=None):
     problem = ThreeDtypeRegression()
     trainer = make_trainer(
@@ -195,14 +188,6 @@ def test_trainers_resume_sharded_or_unsharded(n_ranks, tmp_path):
         folder = tmp_path / f"{first} {second}"
         train_adam(folder, 1, first)
         assert_equal(train_adam(folder, 3, second, "latest"), expected)
-
-
-def test_shard_optimizer_refuses_other_exchange_rules(n_ranks):
-    problem = ThreeDtypeRegression()
-    with pytest.raises(ValueError, match="shard_optimizer: needs the exchange rule BSP"):
-        make_trainer(
-            problem.loss, problem.params, problem.x, problem.y, u.adam, rules.LocalSGD(3), shard_optimizer=True
-        )
 
 
 @pytest.mark.skipif(XLA, reason="a fused step is one launch; test_gpu_training interrupts it")

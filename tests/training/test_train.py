@@ -195,13 +195,6 @@ def test_train_steps_select_sliceable_rows(n_ranks, even):
     assert_same(together, alone, n_ranks)
 
 
-def test_train_accepts_fewer_rows_than_ranks(n_ranks):
-    together, train, alone, train_alone = make_pair()
-    train(X[:1], Y[:1])
-    train_alone(X[:1], Y[:1])
-    assert_same(together, alone, n_ranks)
-
-
 class SliceableModel(Model):
     """A model whose data are in sliceable shared variables, each rank's rows on that rank."""
 
@@ -267,16 +260,6 @@ def test_train_uses_the_shortest_sliceable_shared(n_ranks):
     assert_same(together, alone, n_ranks)
 
 
-def test_train_refuses_a_step_without_rows(n_ranks):
-    model = SliceableModel()
-    train = model.train_by(make_train_function)
-    before = model.values()
-    for choice in ([[]] * n_ranks, slice(100, None)):
-        with pytest.raises(ValueError, match=r"^batch_s: expected at least one row on some rank, got none$"):
-            train(batch_s=choice)
-    np.testing.assert_array_equal(model.values(), before)
-
-
 @pytest.mark.parametrize("num_slices", [1, 3])
 def test_train_running_averages_equal_one_process(n_ranks, num_slices):
     together, alone = Model(), Model()
@@ -304,13 +287,6 @@ def test_train_running_averages_equal_one_process(n_ranks, num_slices):
         for average in (averages[1], rank_averages[1]):
             np.testing.assert_allclose(average.get_value(), expected_alone, rtol=1e-9)
         assert synk.gather(counts[0]).tolist() == [i + 1] * n_ranks and counts[1].get_value() == i + 1
-
-
-def test_train_accepts_plain_arrays(n_ranks):
-    together, train, alone, train_alone = make_pair("adam")
-    for rows in [None, [3, 1, 2], slice(1)]:
-        np.testing.assert_allclose(train(X, Y, batch=rows), train_alone(X, Y, batch=rows), rtol=1e-9)
-    assert_same(together, alone, n_ranks)
 
 
 def test_train_accepts_minibatch_data(n_ranks):

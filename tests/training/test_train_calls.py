@@ -214,15 +214,6 @@ def test_error_names_the_ragged_input(trained):
         train.steps([[1.0], [1.0, 2.0]], Y[:2], [[0], [1]])
 
 
-def test_train_by_batch_s_equals_a_serial_step_on_the_selected_rows(two_ranks):
-    model, train = make_sliceable_model()
-    serial_model = Model()
-    train_serial = serial_model.train_by(make_train_function_serial)
-    for rows in ([0, 3, 4, 6], [5, 2, 2]):
-        np.testing.assert_allclose(train(batch_s=rows), train_serial(X, Y, batch=rows), rtol=1e-9)
-    np.testing.assert_allclose(model.w.get_value(), serial_model.w.get_value(), rtol=1e-9)
-
-
 def test_train_refuses_wrong_batch_s(two_ranks):
     model, train = make_sliceable_model()
     for wrong in ({"x_data": X}, {"y_data": Y}, {"batch": [0]}):

@@ -16,7 +16,7 @@ from synkhronos.training import (
     make_trainer,
     schedules,
 )
-from synkhronos.training.updates import adam, adamw, chain, clip, lamb, momentum, muon, sgd
+from synkhronos.training.updates import adam, adamw, chain, clip, lamb, momentum, muon, nesterov_momentum, sgd
 
 pytestmark = [pytest.mark.skipif(DEVICE != "host" or bool(HOSTS), reason="one host")]
 
@@ -74,6 +74,10 @@ TRAINER = {
     "validate_ema, a number": ({"validate_ema": 1, "ema": 0.9}, "validate_ema"),
     "rule, a name": ({"rule": "BSP"}, "rule"),
     "rule, a class": ({"rule": BSP}, "rule"),
+    "EAMSGD of another momentum": ({"rule": rules.EAMSGD()}, "update_rule"),
+    "EAMSGD, momentum 0.5": ({"rule": rules.EAMSGD(), "update_rule": nesterov_momentum, "momentum": 0.5}, "momentum"),
+    "exclude, all parameters": ({"rule": rules.LocalSGD(exclude=lambda p: True)}, "exclude"),
+    "learning_rate, 0": ({"learning_rate": 0}, "learning_rate"),
     "learning_rate, a list": ({"learning_rate": [0.1]}, "learning_rate"),
     "learning_rate, NaN": ({"learning_rate": float("nan")}, "learning_rate"),
     "learning_rate, a schedule of words": ({"learning_rate": lambda epoch: "fast"}, "learning_rate"),
@@ -88,11 +92,14 @@ EPOCHS = {
     "batch_size, more than the rows": ({"batch_size": 5}, "batch_size"),
     "epochs, 0": ({"epochs": 0}, "epochs"),
     "epochs, a word": ({"epochs": "2"}, "epochs"),
+    "epochs, a fraction": ({"epochs": 1.5}, "epochs"),
     "seed, negative": ({"seed": -1}, "seed"),
+    "seed, a fraction": ({"seed": 1.5}, "seed"),
     "every, 0": ({"every": 0}, "every"),
     "patience, 0": ({"patience": 0}, "patience"),
     "patience, nothing to compare": ({"patience": 2}, "patience"),
     "valid, one array": ({"valid": ROWS[0]}, "valid"),
+    "valid, no targets": ({"valid": ROWS[:1]}, "valid"),
     "valid, no metric": ({"valid": ROWS}, "valid"),
     "grace, 0": ({"grace": 0}, "grace"),
     "grace, a word": ({"grace": "long"}, "grace"),
@@ -143,7 +150,7 @@ def test_trainer_refuses_wrong_options(name, model):
 def test_trainer_refuses_wrong_options_of_its_own(name, model):
     options, fault = TRAINER[name]
     with raises((TypeError, ValueError), fault):
-        make_trainer(*model, momentum, **options)
+        make_trainer(*model, **{"update_rule": momentum, **options})
 
 
 @pytest.fixture(scope="module")

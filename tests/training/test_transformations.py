@@ -14,7 +14,7 @@ from paths import SUPPORT
 
 import synkhronos as synk
 from synkhronos.graph_libraries import get_library
-from synkhronos.training import make_train_function, make_train_function_serial, updates
+from synkhronos.training import make_train_function, make_train_function_serial
 from synkhronos.training.train_function.training_graph import describe_update_rule
 from synkhronos.training.updates import (
     adam,
@@ -208,14 +208,6 @@ def test_chain_of_user_transformation_and_rule():
         compute_step(chain(short, half), [[3.0]])
 
 
-def test_transformation_options_as_shared_variables():
-    limit = package.shared(1.0)
-    for expected in (0.6, 1.2):
-        step = compute_step(chain(clip_by_global_norm(limit), sgd), [[3.0, 4.0]], learning_rate=1.0)
-        np.testing.assert_allclose(step[0][0], -expected, rtol=1e-12)
-        limit.set_value(2.0)
-
-
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
 @pytest.mark.parametrize("rule", [adamw, lion, lamb, muon, chain(clip(2.0), sgd), partition(sgd)])
 def test_transformations_of_a_scalar_parameter(shape, rule):
@@ -331,8 +323,3 @@ def test_transformations_refuse_wrong_arguments(error, message, call):
 def compute_step_of_w(rule):
     w = make_shared()
     return rule(w.sum(), [w], learning_rate=0.1)
-
-
-def test_transformations_are_exported():
-    for function in (adamw, lion, lamb, muon, chain, partition, clip, scale):
-        assert function.__name__ in updates.__all__

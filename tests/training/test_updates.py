@@ -151,16 +151,6 @@ def test_grad_shared_holds_the_raw_gradients():
     np.testing.assert_allclose(problem.grad_shared.get_value(), (START - sgd["params"][0]) / 0.5, rtol=1e-9)
 
 
-def test_grad_shared_with_weight_holds_weighted_gradients():
-    plain, weighted = Problem(), Problem()
-    plain.train(updates.sgd(plain.loss, plain.params, learning_rate=0.5))
-    weighted.train(updates.sgd(weighted.loss, weighted.params, 0.5, weight=weighted.x.shape[0]))
-    plain.gradient(X, Y)
-    weighted.gradient(X, Y)
-    expected = [*5 * plain.grad_shared.get_value(), 5]
-    np.testing.assert_allclose(weighted.grad_shared.get_value(), expected, rtol=1e-12)
-
-
 @functools.cache
 def split_problem():
     """Return a problem whose training step is compiled once for all examples."""
@@ -252,16 +242,6 @@ def test_updates_keep_broadcast_patterns(rule):
     assert all((p.get_value() < 1).all() for p in params)
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
-@pytest.mark.parametrize("weight", [None, 2])
-def test_updates_of_a_scalar_parameter(shape, weight):
-    w = package.shared(np.ones(shape))
-    grad_updates, param_updates, _ = updates.momentum((w**2).sum(), [w], 0.25, weight=weight)
-    compile_function([], updates=grad_updates)()
-    compile_function([], updates=param_updates)()
-    np.testing.assert_array_equal(w.get_value(), np.full(shape, 0.5))
-
-
 def test_updates_of_an_empty_parameter():
     w, empty = package.shared(np.ones(2)), package.shared(np.ones((0, 3)))
     grad_updates, param_updates, _ = updates.sgd((w**2).sum() + empty.sum(), [empty, w], 0.25)
@@ -306,17 +286,6 @@ def test_adam_first_step_is_the_learning_rate(beta):
 
 
 # -- momenta ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["momentum", "nesterov_momentum"])
-def test_momentum_equals_apply_momentum_of_sgd(kind):
-    column = [c for c in TABLE["columns"] if c["rule"] == kind][-1]
-    problem = Problem()
-    rule = updates.sgd(problem.loss, problem.params, column["kwargs"]["learning_rate"])
-    problem.train(getattr(updates, "apply_" + kind)(rule, momentum=column["kwargs"]["momentum"]))
-    for expected in column["params"]:
-        problem.step()
-        np.testing.assert_allclose(problem.values(), expected, rtol=1e-9)
 
 
 @pytest.mark.parametrize("apply", [updates.apply_momentum, updates.apply_nesterov_momentum])

@@ -5,15 +5,13 @@ from __future__ import annotations
 import dis
 import gc
 import os
-import random
 import signal
 import sys
 import threading
-import time
 from typing import Any
 
 import numpy as np
-from system import LIMIT, list_children
+from system import LIMIT
 
 import synkhronos as synk
 from faults import probes
@@ -297,66 +295,6 @@ def _get_session_or_none() -> Any:
         return ranks.get_session()
     except RuntimeError:
         return None
-
-
-def interrupt_at_random_moments(seed: int, times: int) -> None:
-    """Interrupt calls of several steps at random moments, and check each result."""
-    before = fork_and_close_once()
-    chance = random.Random(seed)
-    signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
-    interrupted = wrong = 0
-
-    def duration(call: Any) -> float:
-        durations = []
-        for _ in range(3):
-            began = time.monotonic()
-            call()
-            durations.append(time.monotonic() - began)
-        return min(durations)
-
-    def guarded(call: Any, within: float) -> Any:
-        nonlocal interrupted
-        try:
-            try:
-                signal.setitimer(signal.ITIMER_REAL, max(1e-6, chance.random() * within))
-                return call()
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-        except KeyboardInterrupt:
-            interrupted += 1
-            return None
-
-    def fork_and_close() -> None:
-        synk.fork(2, use_gpu=False)
-        synk.close()
-
-    seconds = duration(fork_and_close)
-    for _ in range(times):
-        guarded(fork_and_close, seconds * 1.2)
-        synk.close()
-        assert not list_children(os.getpid())
-    synk.fork(2, use_gpu=False)
-    work = Workload()
-    work.check()
-    data = [synk.data(np.ones(10))]
-    seconds = duration(work.call)
-    for i in range(times * 4):
-        rows = chance.randrange(1, 4000)
-
-        def call(rows: int = rows, i: int = i) -> Any:
-            if i % 3 == 0:
-                data[:] = [synk.data(np.ones(rows)), synk.data(np.ones(5))]
-            return float(work.f(data[0] if i % 2 else np.ones(rows))[0]), rows if not i % 2 else len(data[0])
-
-        value = guarded(call, seconds * 3)  # calls with new arrays take longer
-        wrong += value is not None and value[0] != value[1]
-    report_event("outcome", interrupted=interrupted, wrong=int(wrong))
-    report_event("works", right=make_expected(2), **attempt(work.check))
-    ranks.get_session().finish_releases()
-    data.clear()
-    synk.close()
-    vars(work).clear()
-    report_event("closed", before=before, after=measure_footprint())
 
 
 def receive_signal(name: str, how: str) -> None:
