@@ -29,6 +29,7 @@ from benchmarks._measure import (
     format_bytes,
     format_duration,
     import_graph_library,
+    make_parser,
     print_criterion,
     print_heading,
     time_call,
@@ -151,11 +152,7 @@ def print_rows(table: Table, label: str, medians: dict[str, float], best: dict[s
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.all_reduce",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("all_reduce", __doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="numbers of ranks (default: 2)")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="in bytes (default: 4 KB, 4 MB, 100 MB)")
     parser.add_argument("--rounds", type=int, default=15, help="turns of each side (default: %(default)s)")

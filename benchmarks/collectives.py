@@ -16,7 +16,6 @@ the first rank to the last (half of a round trip), and ``group``, the all_reduce
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from benchmarks._measure import (
     format_bytes,
     format_duration,
     import_graph_library,
+    make_parser,
     print_heading,
     require_gpus,
     time_call,
@@ -206,11 +206,7 @@ class NcclProcesses:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.collectives",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("collectives", __doc__)
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu", help="(default: %(default)s)")
     parser.add_argument("--ranks", type=int, help="number of ranks (default: 2, or all GPUs)")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="in bytes (default: 4 KB, 4 MB, 100 MB)")

@@ -6,7 +6,6 @@ shared segments that it receives.  The time is compared with that of one plain c
 
 from __future__ import annotations
 
-import argparse
 import importlib
 from unittest import mock
 
@@ -19,6 +18,7 @@ from benchmarks._measure import (
     format_bytes,
     format_duration,
     import_graph_library,
+    make_parser,
     print_criterion,
     print_heading,
     time_call,
@@ -28,11 +28,7 @@ from synkhronos.ranks import Segment
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.distribute",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("distribute", __doc__)
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default: %(default)s)")
     parser.add_argument("--megabytes", type=int, default=100, help="of the variable (default: %(default)s)")
     parser.add_argument("--functions", type=int, default=3, help="that use it (default: %(default)s)")

@@ -11,7 +11,6 @@ Three measurements, on the CPU:
 
 from __future__ import annotations
 
-import argparse
 import time
 from statistics import median
 from typing import Any
@@ -24,6 +23,7 @@ from benchmarks._measure import (
     fork_ranks,
     format_duration,
     import_graph_library,
+    make_parser,
     print_criterion,
     print_heading,
     time_interleaved,
@@ -179,9 +179,7 @@ def measure_exchange_share(batch: int) -> None:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.exchange", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("exchange", __doc__)
     parser.add_argument("--rounds", type=int, default=20, help="turns of each side (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=200, help="steps with a slow rank (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=500, help="rows of a step (default: %(default)s)")

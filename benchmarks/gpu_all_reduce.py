@@ -9,7 +9,6 @@ NCCL's own tests: 2 (n - 1) / n times the bytes, divided by the time.
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 from statistics import median
@@ -24,6 +23,7 @@ from benchmarks._measure import (
     format_duration,
     format_spread,
     import_graph_library,
+    make_parser,
     print_criterion,
     print_heading,
     require_gpus,
@@ -58,11 +58,7 @@ class Peer:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu_all_reduce",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("gpu_all_reduce", __doc__)
     parser.add_argument("--ranks", type=int, help="number of GPUs (default: all)")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="in bytes (default: %(default)s)")
     parser.add_argument("--calls", type=int, default=200, help="timed calls (default: %(default)s)")

@@ -22,7 +22,7 @@ from pathlib import Path
 from time import perf_counter
 
 import synkhronos as synk
-from benchmarks._measure import SideError, Table, print_criterion, print_heading, run_command
+from benchmarks._measure import SideError, Table, make_parser, print_criterion, print_heading, run_command
 
 ROOT = Path(__file__).resolve().parents[1]
 GPUS = ROOT / "tests" / "support" / "gpus"
@@ -38,11 +38,7 @@ TESTS = "collective or step or rows or memory or exception"
 
 def parse_options() -> argparse.Namespace:
     """Return the command line's options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu_hosts",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("gpu_hosts", __doc__)
     add = parser.add_argument
     add("--ways", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="(all)")
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to run (all)")

@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks._measure import SideError, Table, print_criterion, print_heading, require_gpus, run_command
+from benchmarks._measure import SideError, Table, make_parser, print_criterion, print_heading, require_gpus, run_command
 
 DEMOS = Path(__file__).resolve().parents[1] / "demos"
 #: Options of the scripts, in addition to the number of ranks.
@@ -83,11 +83,7 @@ def compare_resnet(options: argparse.Namespace, n_gpus: int) -> None:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu_lasagne",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("gpu_lasagne", __doc__)
     add = parser.add_argument
     add("--what", nargs="+", choices=("mnist", "resnet"), default=["mnist", "resnet"], help="(both)")
     add("--classic", metavar="COMMAND", help="starts a Python with Theano 1.0.5, pygpu and Lasagne")

@@ -26,6 +26,7 @@ from benchmarks._measure import (
     Table,
     find_first_gpu,
     format_duration,
+    make_parser,
     print_criterion,
     print_heading,
     require_gpus,
@@ -117,11 +118,7 @@ def measure_numpyro(options: argparse.Namespace) -> None:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu_pymc_rows",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("gpu_pymc_rows", __doc__)
     parser.add_argument("--ranks", type=int, help="number of GPUs (default: all)")
     parser.add_argument("--rows", type=int, default=10_000_000, help="rows of all GPUs together (default: %(default)s)")
     parser.add_argument("--columns", type=int, default=50, help="(default: %(default)s)")

@@ -27,6 +27,7 @@ from benchmarks._measure import (
     SideError,
     Table,
     format_duration,
+    make_parser,
     print_criterion,
     print_heading,
     require_gpus,
@@ -72,11 +73,7 @@ def run_side(module: str, python: str, settings: dict[str, Any], environment: di
 
 def parse_options() -> argparse.Namespace:
     """Return the command line's options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu_resnet",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("gpu_resnet", __doc__)
     add = parser.add_argument
     add("--ranks", type=int, nargs="+", metavar="N", help="numbers of GPUs (default: 1, 2 and 4, as far as there are)")
     add("--precision", nargs="+", choices=PRECISIONS, default=["tf32"], help="of products (default: tf32)")

@@ -8,7 +8,6 @@ ranks at once.
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +20,7 @@ from benchmarks._measure import (
     format_bytes,
     format_duration,
     import_graph_library,
+    make_parser,
     print_criterion,
     print_heading,
     require_gpus,
@@ -59,9 +59,7 @@ class CopyRows(Command):
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu_rows", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("gpu_rows", __doc__)
     parser.add_argument("--ranks", type=int, help="number of GPUs (default: all)")
     parser.add_argument("--rows", type=int, nargs="+", default=[500, 5000, 20000], help="rows a rank")
     parser.add_argument("--rounds", type=int, default=30, help="turns of each side (default: %(default)s)")

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 import synkhronos as synk
-from benchmarks._measure import SideError, Table, format_duration, print_criterion, print_heading
+from benchmarks._measure import SideError, Table, format_duration, make_parser, print_criterion, print_heading
 from benchmarks.gpu_resnet import BLOCKS, run_side
 from synkhronos import rules
 from synkhronos.training import make_trainer, updates
@@ -202,9 +202,7 @@ def measure_exchanges(context: Any, rule: rules.Rule, params: list[Any], shared:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu_rules", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("gpu_rules", __doc__)
     parser.add_argument("--ranks", type=int, default=2, help="number of GPUs (default: %(default)s)")
     parser.add_argument("--model", choices=("mlp", "resnet", "none"), default="mlp", help="(default: %(default)s)")
     parser.add_argument("--rules", nargs="+", help="which, by name (default: all)")

@@ -29,6 +29,7 @@ from benchmarks._measure import (
     format_duration,
     format_spread,
     import_graph_library,
+    make_parser,
     print_criterion,
     print_heading,
     require_gpus,
@@ -140,9 +141,7 @@ def measure_mesh(n: int, options: argparse.Namespace) -> dict[tuple[str, int], l
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu_step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("gpu_step", __doc__)
     parser.add_argument("--ranks", type=int, help="number of GPUs (default: all)")
     parser.add_argument("--batches", type=int, nargs="+", default=[500, 4000, 20000], help="rows of all ranks together")
     parser.add_argument("--calls", type=int, default=100, help="steps between two readings (default: %(default)s)")

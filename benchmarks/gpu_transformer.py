@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks._measure import make_parser
 from benchmarks._training import join_group, run_processes, time_steps
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -224,11 +225,7 @@ def run_ddp(settings: Settings) -> dict[str, Any]:
 
 def parse_options() -> argparse.Namespace:
     """Return the command line's options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu_transformer",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("gpu_transformer", __doc__)
     add = parser.add_argument
     numbers: dict[str, Any] = {"type": int, "metavar": "N"}
     add("--ranks", nargs="+", help="numbers of GPUs (default: 1, 2 and 4, as far as there are)", **numbers)
@@ -259,7 +256,14 @@ def main() -> None:
         runs = {"synkhronos": run_synkhronos, "flax": run_flax, "flax-bfloat16": run_flax}
         print(json.dumps(runs.get(options.run["side"], run_ddp)(options.run)), flush=True)
         return
-    from benchmarks._measure import SideError, Table, format_duration, print_heading, require_gpus, run_command
+    from benchmarks._measure import (
+        SideError,
+        Table,
+        format_duration,
+        print_heading,
+        require_gpus,
+        run_command,
+    )
 
     counts = options.ranks or [n for n in (1, 2, 4) if n <= (2 if options.cpu else require_gpus(None))]
     print_heading("training steps of a transformer")

@@ -18,7 +18,7 @@ import tempfile
 from time import perf_counter
 from typing import Any
 
-from benchmarks._measure import SideError, Table, print_criterion, print_heading, require_gpus
+from benchmarks._measure import SideError, Table, make_parser, print_criterion, print_heading, require_gpus
 from benchmarks.gpu_resnet import BLOCKS, PRECISIONS, run_side
 
 #: Number of images of Theano-MPI's table.
@@ -39,9 +39,7 @@ BESIDE_DDP = 1.1
 
 def parse_options() -> argparse.Namespace:
     """Return the command line's options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu_zoo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("gpu_zoo", __doc__)
     add = parser.add_argument
     add("--ranks", type=int, nargs="+", metavar="N", help="numbers of GPUs (default: 1, 2 and 4, as far as there are)")
     add("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=f"of the table ({', '.join(ROWS)})")

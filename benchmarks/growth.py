@@ -18,7 +18,6 @@ scheduler.
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Callable
 from time import perf_counter
@@ -33,6 +32,7 @@ from benchmarks._measure import (
     format_bytes,
     format_duration,
     import_graph_library,
+    make_parser,
     print_heading,
     time_call,
 )
@@ -140,9 +140,7 @@ def measure(n_ranks: int, rounds: int, table: Table) -> None:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.growth", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("growth", __doc__)
     default = [1, 2, 4, 8, 16, 32, 64]
     parser.add_argument("--ranks", type=int, nargs="+", default=default, help="numbers of ranks (default: 1 to 64)")
     parser.add_argument("--rounds", type=int, default=1000, help="calls of each kind (default: %(default)s)")

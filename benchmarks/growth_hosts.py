@@ -12,10 +12,9 @@ of the network are assumptions.  Efficiency is the time of a step on one GPU, di
 
 from __future__ import annotations
 
-import argparse
 import math
 
-from benchmarks._measure import Table, format_duration
+from benchmarks._measure import Table, format_duration, make_parser
 
 #: Measured: bytes of ResNet-50's gradients, GPUs of a host, bytes a second between them (NCCL's bus bandwidth).
 GRADIENT_NBYTES, GPUS, HOST_BANDWIDTH = 102.2e6, 8, 314e9
@@ -60,11 +59,7 @@ def estimate_efficiency(images: int, hosts: int, gigabits: float, is_hidden: boo
 
 def main() -> None:
     """Print the tables of the model."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.growth_hosts",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("growth_hosts", __doc__)
     parser.add_argument("--hosts", type=int, nargs="+", default=[1, 2, 4, 16, 64, 128])
     parser.add_argument("--gigabits", type=float, nargs="+", default=[25, 100, 400, 3200], help="of a host's network")
     options = parser.parse_args()

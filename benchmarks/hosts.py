@@ -39,6 +39,7 @@ from benchmarks._measure import (
     format_bytes,
     format_duration,
     import_graph_library,
+    make_parser,
     print_criterion,
     print_heading,
     time_call,
@@ -259,9 +260,7 @@ def measure(options: argparse.Namespace) -> None:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.hosts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("hosts", __doc__)
     parser.add_argument("--hosts", type=int, default=2, help="how many (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=1, help="of each host (default: %(default)s)")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="in bytes (default: 4 KB, 4 MB, 100 MB)")

@@ -9,7 +9,6 @@ After that, nothing is called for some seconds, to measure the processor use of 
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from benchmarks._measure import (
     fork_processes,
     fork_ranks,
     format_duration,
+    make_parser,
     print_criterion,
     print_heading,
     time_interleaved,
@@ -132,9 +132,7 @@ def measure(size: int, rounds: int, calls: int, idle: float) -> None:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.latency", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("latency", __doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8], help="numbers of ranks (default: 2 8)")
     parser.add_argument("--rounds", type=int, default=30, help="turns of each side (default: %(default)s)")
     parser.add_argument("--calls", type=int, default=100, help="timed calls in a turn (default: %(default)s)")

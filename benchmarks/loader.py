@@ -30,6 +30,7 @@ from benchmarks._measure import (
     fork_ranks,
     format_duration,
     import_graph_library,
+    make_parser,
     print_criterion,
     print_heading,
     time_interleaved,
@@ -42,9 +43,7 @@ from synkhronos.training.updates import sgd
 
 def parse_options() -> argparse.Namespace:
     """Return the command line's options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.loader", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("loader", __doc__)
     add = parser.add_argument
     add("--images", type=int, default=256, help="photographs (%(default)s)")
     add("--batch-size", type=int, default=32, metavar="N", help="rows of a batch (%(default)s)")

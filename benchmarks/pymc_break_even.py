@@ -16,7 +16,7 @@ from time import perf_counter
 
 from threadpoolctl import threadpool_limits
 
-from benchmarks._measure import Table, fork_ranks, format_duration, prepare_pymc, print_heading
+from benchmarks._measure import Table, fork_ranks, format_duration, make_parser, prepare_pymc, print_heading
 from benchmarks.pymc_rows import make_evaluator, make_logistic
 from synkhronos.extensions.chains import measure_evaluation_rate
 from synkhronos.ranks import count_available_cores
@@ -59,11 +59,7 @@ def compare(rows: int, options: argparse.Namespace, table: Table) -> list[float]
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.pymc_break_even",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("pymc_break_even", __doc__)
     parser.add_argument("--ranks", type=int, default=count_available_cores(), help="(default: one for each core)")
     parser.add_argument("--chains", type=int, nargs="+", default=[1, 2, 4], help="(default: %(default)s)")
     parser.add_argument(

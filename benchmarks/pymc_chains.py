@@ -21,7 +21,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from benchmarks._hierarchical import N_GROUPS
-from benchmarks._measure import Table, fork_ranks, prepare_pymc, print_heading
+from benchmarks._measure import Table, fork_ranks, make_parser, prepare_pymc, print_heading
 from benchmarks.pymc_rows import make_evaluator, make_logistic
 from synkhronos.extensions.chains import measure_evaluation_rate
 from synkhronos.ranks import count_available_cores
@@ -183,11 +183,7 @@ def compare(name: str, build: Callable[[int, int], Any], options: argparse.Names
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.pymc_chains",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("pymc_chains", __doc__)
     parser.add_argument("--ranks", type=int, default=count_available_cores(), help="(default: one for each core)")
     parser.add_argument("--chains", type=int, default=4, help="(default: %(default)s)")
     parser.add_argument("--rows", type=int, default=100_000, help="(default: %(default)s)")

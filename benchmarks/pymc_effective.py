@@ -27,6 +27,7 @@ from benchmarks._measure import (
     Table,
     fork_ranks,
     format_duration,
+    make_parser,
     prepare_pymc,
     print_heading,
     read_command_lines,
@@ -146,11 +147,7 @@ def compare(model: str, options: argparse.Namespace) -> None:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.pymc_effective",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("pymc_effective", __doc__)
     parser.add_argument("--ranks", type=int, default=count_available_cores(), help="(default: one for each core)")
     parser.add_argument("--chains", type=int, default=4, help="(default: %(default)s)")
     parser.add_argument("--rows", type=int, default=100_000, help="(default: %(default)s)")

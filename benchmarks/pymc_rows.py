@@ -17,7 +17,6 @@ with one BLAS thread each.  The ranks evaluate one chain after the other, so tha
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 from collections.abc import Callable
 from statistics import median
@@ -31,6 +30,7 @@ from benchmarks._measure import (
     Table,
     fork_ranks,
     format_duration,
+    make_parser,
     print_criterion,
     print_heading,
     time_call,
@@ -138,11 +138,7 @@ def compare(
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.pymc_rows",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("pymc_rows", __doc__)
     parser.add_argument("--ranks", type=int, default=2, help="(default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each side (default: %(default)s)")
     parser.add_argument("--rows", type=int, default=1_000_000, help="of the regression (default: %(default)s)")

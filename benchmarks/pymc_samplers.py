@@ -22,7 +22,15 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from benchmarks._measure import SideError, Table, find_first_gpu, format_duration, print_heading, read_command_lines
+from benchmarks._measure import (
+    SideError,
+    Table,
+    find_first_gpu,
+    format_duration,
+    make_parser,
+    print_heading,
+    read_command_lines,
+)
 from benchmarks.pymc_rows import make_logistic
 from synkhronos import get_n_gpu
 from synkhronos.devices.jax.program_reducer import ProgramReducer
@@ -119,11 +127,7 @@ def measure(options: argparse.Namespace) -> None:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.pymc_samplers",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("pymc_samplers", __doc__)
     rows = [10_000, 100_000, 1_000_000, 10_000_000]
     parser.add_argument("--rows", type=int, nargs="+", default=rows, help="(default: 10⁴ to 10⁷)")
     parser.add_argument(

@@ -7,8 +7,6 @@ allocates its result in each call, and with ``np.take`` into allocated memory.
 
 from __future__ import annotations
 
-import argparse
-
 import numpy as np
 
 import synkhronos as synk
@@ -19,6 +17,7 @@ from benchmarks._measure import (
     format_bytes,
     format_duration,
     import_graph_library,
+    make_parser,
     print_criterion,
     print_heading,
     time_interleaved,
@@ -27,9 +26,7 @@ from benchmarks._measure import (
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.rows", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("rows", __doc__)
     parser.add_argument("--ranks", type=int, default=2, help="number of ranks (default: %(default)s)")
     parser.add_argument("--rows", type=int, default=60_000, help="rows of the data (default: %(default)s)")
     parser.add_argument("--pick", type=int, default=20_000, help="rows of the batch (default: %(default)s)")

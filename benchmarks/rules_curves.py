@@ -11,7 +11,6 @@ their number.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 
 import synkhronos as synk
-from benchmarks._measure import Table, fork_ranks, import_graph_library, print_heading
+from benchmarks._measure import Table, fork_ranks, import_graph_library, make_parser, print_heading
 from synkhronos import rules
 from synkhronos.training import make_trainer, updates
 
@@ -96,11 +95,7 @@ def train(
 
 def main() -> None:
     """Run the comparison."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.rules_curves",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("rules_curves", __doc__)
     parser.add_argument("--ranks", type=int, default=4, help="number of ranks (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=20, help="a rank's rows in a step (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=10, help="(default: %(default)s)")

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks._measure import make_parser
 from benchmarks._training import join_group, run_processes, time_steps
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -162,11 +163,7 @@ def run_ddp(settings: Settings) -> dict[str, Any]:
 
 def parse_options() -> argparse.Namespace:
     """Return the command line's options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.shard_optimizer",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("shard_optimizer", __doc__)
     add = parser.add_argument
     numbers: dict[str, Any] = {"type": int, "metavar": "N"}
     add("--ranks", nargs="+", help="numbers of GPUs (default: 2 and 4, as far as there are)", **numbers)
