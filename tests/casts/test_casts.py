@@ -284,8 +284,7 @@ def test_augmentation_and_labels_refuse_changing_casts(provoke, message):
 # -- other packages ----------------------------------------------------------------------------------------------
 
 
-def test_data_setitem_refuses_changing_casts(fork):
-    fork(2)
+def test_data_setitem_refuses_changing_casts(two_ranks_per_test):
     d = synk.data(np.zeros(3, "int8"))
     for value in (300, 0.7, np.nan, 1j, [1, 2, 200], "1"):
         with pytest.raises(TypeError, match="^value: "):
@@ -295,8 +294,7 @@ def test_data_setitem_refuses_changing_casts(fork):
     assert d.data.tolist() == [0, 2, -128]
 
 
-def test_large_integers_are_not_cast_to_floats(fork):
-    fork(2)
+def test_large_integers_are_not_cast_to_floats(two_ranks_per_test):
     large, message = np.array([0, 2**53 + 1]), r"without changing 9007199254740993 at index \(1,\)"
     x = tensor.dvector("x")
     f = synk.function([x], (x.sum(), "sum"))

@@ -61,8 +61,7 @@ def test_own_collective_shifts_values_by_one_rank(fork, n, size):
         assert (np.asarray(synk.get_value(r, b)) == (r - 1) % n).all(), f
 
 
-def test_own_collective_refuses_wrong_arguments(fork):
-    fork(2)
+def test_own_collective_refuses_wrong_arguments(two_ranks_per_test):
     s = shared(np.zeros(3), "s")
     with raises(ValueError, "shared_vars"):
         rotate(s)

@@ -68,8 +68,7 @@ def run_example():
     return gathered_s
 
 
-def test_example_prints_the_documented_output(fork, capsys):
-    fork(2)
+def test_example_prints_the_documented_output(capsys, two_ranks_per_test):
     with np.printoptions(legacy="1.13"):  # the page is of that time
         gathered = run_example()
     assert capsys.readouterr().out == PRINTED

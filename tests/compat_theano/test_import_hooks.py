@@ -274,8 +274,7 @@ def test_inputs_with_updates_keep_their_values(mode):
     assert [f(), f(), f(10), f()] == [0, 1, 2, 12]
 
 
-def test_synk_functions_have_default_values(fork):
-    fork(2)
+def test_synk_functions_have_default_values(two_ranks_per_test):
     x, rate = T.dmatrix("x"), T.dscalar("rate")
     f = synk.function([x], (x.sum() * rate, "sum"), [theano.In(rate, value=2.0)])
     rows = np.ones((4, 2))

@@ -30,8 +30,7 @@ def test_data_file_selects_rows(fork, path, batch):
     assert data.shape == (100, 3) and data.dtype == float and len(data) == 100
 
 
-def test_data_file_is_read_only(fork, path):
-    fork(2)
+def test_data_file_is_read_only(path, two_ranks_per_test):
     data = synk.data_file(path)
     before = path.read_bytes()
     for change in (
@@ -49,8 +48,7 @@ def test_data_file_is_read_only(fork, path):
     assert path.read_bytes() == before
 
 
-def test_data_file_is_copied_for_mutable_inputs(fork, path):
-    fork(2)
+def test_data_file_is_copied_for_mutable_inputs(path, two_ranks_per_test):
     from library import package
 
     x = tensor.dmatrix("x")
@@ -61,8 +59,7 @@ def test_data_file_is_copied_for_mutable_inputs(fork, path):
     assert path.read_bytes() == before and data[0, 0] == 0
 
 
-def test_data_file_is_refused_after_free_memory(fork, path):
-    fork(2)
+def test_data_file_is_refused_after_free_memory(path, two_ranks_per_test):
     x = tensor.dmatrix("x")
     f = synk.function([x], (x.sum(), "sum"))
     data = synk.data_file(path)
@@ -83,15 +80,13 @@ def test_data_file_is_refused_after_free_memory(fork, path):
         (np.array([None]), "expected numbers"),
     ],
 )
-def test_data_file_refuses_other_arrays(fork, tmp_path, value, words):
-    fork(2)
+def test_data_file_refuses_other_arrays(tmp_path, value, words, two_ranks_per_test):
     np.save(tmp_path / "x.npy", value)
     with pytest.raises(ValueError, match=words):
         synk.data_file(tmp_path / "x.npy")
 
 
-def test_data_file_refuses_other_files(fork, tmp_path, path):
-    fork(2)
+def test_data_file_refuses_other_files(tmp_path, path, two_ranks_per_test):
     with pytest.raises(FileNotFoundError):
         synk.data_file(tmp_path / "none.npy")
     (tmp_path / "text.npy").write_text("no array, but long enough for a header" * 9)

@@ -116,8 +116,7 @@ def test_rows_are_redistributed_each_once_to_ranks_that_load_them(counts, batch_
             assert set(range(length)[get_share(length, n, r)]) <= set(shares[r])
 
 
-def test_data_parts_is_read_only_and_can_be_freed(fork):
-    fork(2)
+def test_data_parts_is_read_only_and_can_be_freed(two_ranks_per_test):
     f, data = make_double(), synk.data_parts(make_rows, 9, name="points")
     for change in (lambda: data.set_value(np.ones((2, 3))), lambda: data.set_length(5), lambda: data.__setitem__(0, 1)):
         with raises(ValueError, "points"):
@@ -168,8 +167,7 @@ def raise_missing_file(start, stop):
         ("rows", 8, TypeError, "load: expected a function"),
     ],
 )
-def test_data_parts_names_wrong_loads(fork, load, length, error, words):
-    fork(2)
+def test_data_parts_names_wrong_loads(load, length, error, words, two_ranks_per_test):
     with pytest.raises(error, match=words):
         synk.data_parts(load, length)
     data = synk.data_parts(make_rows, 5)
@@ -177,8 +175,7 @@ def test_data_parts_names_wrong_loads(fork, load, length, error, words):
     assert len(ranks.get_session().rank.segments) <= 2  # no segment of the failed calls
 
 
-def test_data_parts_leaves_no_open_files(fork):
-    fork(2)
+def test_data_parts_leaves_no_open_files(two_ranks_per_test):
     synk.data_parts(make_rows, 5)
     before = os.listdir("/proc/self/fd")
     synk.data_parts(make_rows, 5)

@@ -657,8 +657,7 @@ def staging(monkeypatch):
     return staging
 
 
-def test_pages_are_unlocked_before_they_are_unmapped(fork, staging):
-    fork(2)
+def test_pages_are_unlocked_before_they_are_unmapped(staging, two_ranks_per_test):
     rank = ranks.get_session().rank
     arrays = [synk.data(np.ones(n)) for n in (10, 5000, 3)]
     keys = [get_array_location(array).key for array in arrays]
@@ -715,8 +714,7 @@ def test_unlockable_memory_is_not_used(staging, monkeypatch, error):
         assert list(staging.driver.locked) == [pinned._memory.ctypes.data] and place == pinned._memory.ctypes.data
 
 
-def test_unlockable_segment_is_forgotten(fork, staging, monkeypatch):
-    fork(2)
+def test_unlockable_segment_is_forgotten(staging, monkeypatch, two_ranks_per_test):
     rank, array = ranks.get_session().rank, synk.data(np.ones(10))
     lock = staging.pin_pages
 

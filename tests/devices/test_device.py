@@ -66,8 +66,7 @@ def test_functions_run_on_a_toy_device(toy, fork, n):
     np.testing.assert_allclose(synk.get_value(0, s), X[[5, 1, 1]].sum(axis=0))
 
 
-def test_sliceable_shareds_are_sliced_on_a_toy_device(toy, fork):
-    fork(2)
+def test_sliceable_shareds_are_sliced_on_a_toy_device(toy, two_ranks_per_test):
     sliceable = shared(np.zeros((1, 3)), "rows")
     f = synk.function([], (sliceable.sum(axis=0), "sum"), sliceable_shareds=[sliceable])
     synk.distribute()
@@ -119,8 +118,7 @@ def sum_rank_numbers(context):
     return device.to_numpy(context.all_reduce(device.from_numpy(np.full(3, float(context.number))), "sum"))
 
 
-def test_run_programs_on_a_toy_device(toy, fork):
-    fork(2)
+def test_run_programs_on_a_toy_device(toy, two_ranks_per_test):
     np.testing.assert_array_equal(synk.run(sum_rank_numbers), np.ones((2, 3)))
 
 
@@ -129,8 +127,7 @@ def make_model():
     return x, y, w, ((tensor.dot(x, w) - y) ** 2).mean()
 
 
-def test_training_step_runs_on_a_toy_device(toy, fork):
-    fork(2)
+def test_training_step_runs_on_a_toy_device(toy, two_ranks_per_test):
     x, y, w, loss = make_model()
     train = make_train_function(loss, [w], x, y, adam, learning_rate=0.1)
     x, y, alone, loss = make_model()
@@ -142,8 +139,7 @@ def test_training_step_runs_on_a_toy_device(toy, fork):
     assert toy.owns(get_array(w))
 
 
-def test_error_leaves_variables_on_a_toy_device(toy, fork):
-    fork(2)
+def test_error_leaves_variables_on_a_toy_device(toy, two_ranks_per_test):
     x, s = tensor.dmatrix("x"), shared(np.zeros(3), "s")
     f = synk.function([x], updates=[(s, s + tensor.dot(x, s))], mode="FAST_COMPILE")
     with pytest.raises((ValueError, synk.WorkerError)):  # whichever rank raises first
@@ -189,8 +185,7 @@ def test_device_is_used_only_by_name(toy, fork, monkeypatch):
 # -- a device that lives like a GPU ------------------------------------------------------------------------------
 
 
-def test_island_device_has_its_own_memory_and_collectives(island, fork):
-    fork(2)
+def test_island_device_has_its_own_memory_and_collectives(island, two_ranks_per_test):
     x, y, w, loss = make_model()
     train = make_train_function(loss, [w], x, y, adam, learning_rate=0.1)
     x, y, alone, loss = make_model()
@@ -211,8 +206,7 @@ def test_island_device_has_its_own_memory_and_collectives(island, fork):
     assert synk.get_shapes(w) == [(2,), (1,)] and island.owns(get_array(w))
 
 
-def test_function_copy_keeps_device_arrays(island, fork):
-    fork(2)
+def test_function_copy_keeps_device_arrays(island, two_ranks_per_test):
     w = shared(np.ones(3), "w")
     f = synk.function([], (w.sum(), "sum"), updates=[(w, w + 1)])
     f()
@@ -262,8 +256,7 @@ def train_by_rule(context, rule, w, v, average, memory, on_device):
     return host_values, state.params.device is device
 
 
-def test_rules_on_a_device_equal_rules_on_the_host(island, fork):
-    fork(2)
+def test_rules_on_a_device_equal_rules_on_the_host(island, two_ranks_per_test):
     values = [np.arange(3.0), np.ones(3), np.full(2, 7.0)]
     for name, rule in RULES.items():
         results = []
@@ -277,8 +270,7 @@ def test_rules_on_a_device_equal_rules_on_the_host(island, fork):
                 np.testing.assert_array_equal(host_value, island_value, err_msg=name)
 
 
-def test_rules_without_device_arithmetic_run_on_the_host(toy, fork):
-    fork(2)
+def test_rules_without_device_arithmetic_run_on_the_host(toy, two_ranks_per_test):
     shareds = [shared(np.ones(3), name) for name in ("w", "v", "average")]
     memory = rules.allocate_shared_arrays(RULES["EASGD"], 2, 6, np.dtype("float64"))
     for on_host, is_on_toy in synk.run(train_by_rule, RULES["EASGD"], *shareds, memory, True):
@@ -290,8 +282,7 @@ def write_rows(context, rows, shape):
     rows[2 * context.number : 2 * context.number + 2].write(value)
 
 
-def test_set_rows_from_device_arrays(island, fork):
-    fork(2)
+def test_set_rows_from_device_arrays(island, two_ranks_per_test):
     data = synk.data(np.zeros((5, 3)))
     counts = sys.modules["synkhronos.devices.island"].counts
     before = counts["stores"]

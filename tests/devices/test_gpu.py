@@ -128,8 +128,7 @@ class GetMemoryInUse(Command):
         return rank.all_gather((gpu_nbytes, resident))
 
 
-def test_memory_stays_flat_over_a_thousand_calls(fork):
-    fork(2)
+def test_memory_stays_flat_over_a_thousand_calls(two_ranks_per_test):
     x, s = T.fmatrix("x"), shared(np.zeros((1, 64), "float32"), "s")
     w = shared(np.ones((64, 64), "float32"), "w")
     loss = (T.tanh(T.dot(x, w)).sum(axis=1) + s.sum()).mean()
@@ -193,8 +192,7 @@ def test_matmul_precision_is_tf32_by_default():
 
 @needs_jax
 @pytest.mark.parametrize("width", [None, 3])
-def test_scatter_add_of_many_rows_to_few_effects_equals_numpy(fork, width):
-    fork(2)
+def test_scatter_add_of_many_rows_to_few_effects_equals_numpy(width, two_ranks_per_test):
     places, rows = 50, 300_000
     effects = (T.dvector if width is None else T.dmatrix)("effects")
     weights, index = (T.dvector if width is None else T.dmatrix)("weights"), T.ivector("index")
@@ -210,8 +208,7 @@ def test_scatter_add_of_many_rows_to_few_effects_equals_numpy(fork, width):
 
 
 @needs_jax
-def test_results_are_fetched_from_the_gpu_once(fork):
-    fork(2)
+def test_results_are_fetched_from_the_gpu_once(two_ranks_per_test):
     x = T.dvector("x")
     result = synk.function([x], (x * 2, "gather"))(np.arange(4.0))
     assert type(result) is Result
@@ -220,8 +217,7 @@ def test_results_are_fetched_from_the_gpu_once(fork):
 
 @needs_jax
 @pytest.mark.parametrize("shape", [(), (0, 3), (5,), (3, 4, 5), (1 << 17,), ((1 << 17) + 1,)])
-def test_results_of_any_dtype_and_size_are_fetched(fork, shape):
-    fork(2)
+def test_results_of_any_dtype_and_size_are_fetched(shape, two_ranks_per_test):
     dtypes = ["bool", "uint8", "float16", "int32", "float64", "complex64"]
     expected = [(RNG.random(shape) * 9).astype(dtype) for dtype in dtypes]
     gpu_arrays = [ARRAYS.from_numpy(array) for array in expected]

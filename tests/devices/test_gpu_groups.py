@@ -90,8 +90,7 @@ def send_every_dtype(context):
 
 
 @needs_jax
-def test_send_and_receive_accept_every_dtype_between_gpus(fork):
-    fork(2)
+def test_send_and_receive_accept_every_dtype_between_gpus(two_ranks_per_test):
     received = synk.run(send_every_dtype)[0]
     assert [dtype for dtype, *_ in received] == ["int8", "uint32", "int64", "float16", "float32", "bfloat16"]
     assert all(message[1:] == ((200_000,), True) for message in received)
@@ -102,8 +101,7 @@ def send_to_each_other(context):
     return context.receive(1 - context.number)
 
 
-def test_send_deadlock_is_detected(fork):
-    fork(2)
+def test_send_deadlock_is_detected(two_ranks_per_test):
     with pytest.raises(
         (RuntimeError, synk.WorkerError),
         match="rank 0 waits until rank 1 receives a message, rank 1 waits until rank 0 receives a message",
@@ -155,8 +153,7 @@ PLACES = ["group", "send", "receive"]
 
 @pytest.mark.parametrize("failing_rank", [0, 1])
 @pytest.mark.parametrize("place", PLACES)
-def test_groups_reconnect_after_an_exception(fork, place, failing_rank):
-    fork(2)
+def test_groups_reconnect_after_an_exception(place, failing_rank, two_ranks_per_test):
     check_groups_work()
     with time_limit(FAULT_LIMIT), pytest.raises((synk.WorkerError, ArithmeticError), match="the sum is odd"):
         synk.run(fail_in_group_or_pair, "raise", place, failing_rank)
@@ -164,8 +161,7 @@ def test_groups_reconnect_after_an_exception(fork, place, failing_rank):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_interrupt_ends_group_collectives(fork, place):
-    fork(2)
+def test_interrupt_ends_group_collectives(place, two_ranks_per_test):
     check_groups_work()
     with time_limit(FAULT_LIMIT), pytest.raises(KeyboardInterrupt):
         synk.run(fail_in_group_or_pair, "wait", place, 1)
@@ -215,8 +211,7 @@ def abort_pair(context, aborting_rank):
         return is_gpu_array_equal(context.receive(0), np.ones(1 << 20))
 
 
-def test_pair_reconnects_after_one_rank_failed(fork):
-    fork(2)
+def test_pair_reconnects_after_one_rank_failed(two_ranks_per_test):
     assert synk.run(send_around, 100_000, "float32") == [[]] * 2
     assert synk.run(abort_pair, 0) == [None, True]
     with pytest.raises(synk.WorkerError, match="rank 1 has closed the connection of its GPU with that of rank 0"):

@@ -43,17 +43,15 @@ def check_rows(value, batches):
 
 
 @pytest.mark.parametrize("name", BATCHES)
-def test_rows_are_picked_by_the_gpu(fork, name):
-    fork(2)
+def test_rows_are_picked_by_the_gpu(name, two_ranks_per_test):
     batch = BATCHES[name]
     check_rows(RNG.normal(size=(37, 5)), [batch])
     check_rows(RNG.normal(size=37).astype("float32"), [batch])
 
 
 @pytest.mark.parametrize("width", range(1, 18))
-def test_gpu_picks_rows_of_any_width(fork, width):
+def test_gpu_picks_rows_of_any_width(width, two_ranks_per_test):
     # The kernel copies units of 16, 8, 4, 2 bytes or 1, depending on the alignment of width and addresses.
-    fork(2)
     check_rows(RNG.integers(0, 256, (37, width)).astype("uint8"), [BATCHES["indexes"], BATCHES["strided"]])
 
 
@@ -61,14 +59,12 @@ def test_gpu_picks_rows_of_any_width(fork, width):
     "dtype",
     "bool int8 uint8 int16 uint16 int32 int64 float16 float32 float64 complex64 complex128".split(),
 )
-def test_gpu_picks_rows_of_any_dtype(fork, dtype):
-    fork(2)
+def test_gpu_picks_rows_of_any_dtype(dtype, two_ranks_per_test):
     check_rows((RNG.normal(size=(37, 3)) * 9).astype(dtype), [None, *map(BATCHES.get, ("indexes", "reversed", "none"))])
 
 
 @pytest.mark.parametrize("shape", [(37, 0), (37, 2, 0), (0, 3), (37, 2, 3, 4), (37, 1000)])
-def test_gpu_picks_rows_of_any_shape(fork, shape):
-    fork(2)
+def test_gpu_picks_rows_of_any_shape(shape, two_ranks_per_test):
     value = RNG.normal(size=shape)
     check_rows(value, [None, [], *([] if not shape[0] else [BATCHES["indexes"], BATCHES["strided"]])])
 
@@ -76,8 +72,7 @@ def test_gpu_picks_rows_of_any_shape(fork, shape):
 @pytest.mark.parametrize(
     "value", [2.5, np.float32(3), np.arange(3.0), np.zeros((0, 2)), np.array(True), np.float16(1.5)]
 )
-def test_bcast_inputs_reach_every_gpu(fork, value):
-    fork(2)
+def test_bcast_inputs_reach_every_gpu(value, two_ranks_per_test):
     value = np.asarray(value)
     b = T.TensorType(str(value.dtype), (None,) * value.ndim)("b")
     f = synk.function([], (b, None), bcast_inputs=[b])
@@ -87,8 +82,7 @@ def test_bcast_inputs_reach_every_gpu(fork, value):
         assert result.dtype == value.dtype and result.shape == value.shape
 
 
-def test_minibatch_views_are_moved_to_gpus(fork):
-    fork(2)
+def test_minibatch_views_are_moved_to_gpus(two_ranks_per_test):
     x, y = T.matrix("x", dtype="uint8"), T.dmatrix("y")
     value, other = RNG.integers(0, 256, (37, 3)).astype("uint8"), RNG.normal(size=(37, 2))
     f = synk.function([x, y], [(x, "gather"), (y, "gather")])
@@ -99,9 +93,8 @@ def test_minibatch_views_are_moved_to_gpus(fork):
             np.testing.assert_array_equal(result, expected[batch])
 
 
-def test_gpu_picks_rows_of_several_inputs_by_many_indexes(fork):
+def test_gpu_picks_rows_of_several_inputs_by_many_indexes(two_ranks_per_test):
     # More than the initial page-locked memory, and more than it has after growing once.
-    fork(2)
     x, y = T.vector("x", dtype="int32"), T.matrix("y", dtype="uint8")
     f = synk.function([x, y], [(x, "gather"), (y, "gather")])
     value, other = RNG.integers(0, 99, 1000).astype("int32"), RNG.integers(0, 256, (1000, 3)).astype("uint8")
@@ -113,8 +106,7 @@ def test_gpu_picks_rows_of_several_inputs_by_many_indexes(fork):
         np.testing.assert_array_equal(second, other[rows])
 
 
-def test_num_slices_and_sliceable_shareds_work_on_gpus(fork):
-    fork(2)
+def test_num_slices_and_sliceable_shareds_work_on_gpus(two_ranks_per_test):
     x, s = T.dvector("x"), shared(np.zeros(1), "s")
     f = synk.function([x], (x * s, "gather"), sliceable_shareds=[s])
     synk.distribute()
@@ -126,9 +118,8 @@ def test_num_slices_and_sliceable_shareds_work_on_gpus(fork):
 
 
 @needs_real_gpus  # there a call waits for the end of the previous one
-def test_transfer_buffers_are_not_refilled_too_early(fork):
+def test_transfer_buffers_are_not_refilled_too_early(two_ranks_per_test):
     # The GPU computes a call for longer than the next one takes to prepare.
-    fork(2)
     x = T.fmatrix("x")
     y = x
     for _ in range(8):
@@ -145,8 +136,7 @@ def test_transfer_buffers_are_not_refilled_too_early(fork):
         np.testing.assert_array_equal(array_result, value[:2048, 0] + i)
 
 
-def test_data_can_be_changed_after_a_call_returns(fork):
-    fork(2)
+def test_data_can_be_changed_after_a_call_returns(two_ranks_per_test):
     x = T.dvector("x")
     f = synk.function([x], (x, "gather"))
     data = synk.data(np.zeros(1 << 20))

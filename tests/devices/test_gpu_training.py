@@ -70,8 +70,7 @@ def make_training_steps(times=1, **options):
 
 @needs_jax
 @pytest.mark.parametrize(("times", "options"), [(1, {}), (10, {}), (1, {"shard_optimizer": True})])
-def test_training_steps_are_one_launch(fork, monkeypatch, times, options):
-    fork(2)
+def test_training_steps_are_one_launch(monkeypatch, times, options, two_ranks_per_test):
     step, w, alone = make_training_steps(times, **options)
     launches = []
     launch = Executable._launch
@@ -132,8 +131,7 @@ def test_gradients_are_reduced_in_chunks_and_in_bfloat16(fork, set_chunk_size, e
 @needs_jax
 @pytest.mark.parametrize("shard_optimizer", [False, True])
 @pytest.mark.parametrize("failing_rank", [0, 1])
-def test_failed_chunked_step_updates_nothing(fork, set_chunk_size, failing_rank, shard_optimizer):
-    fork(2)
+def test_failed_chunked_step_updates_nothing(set_chunk_size, failing_rank, shard_optimizer, two_ranks_per_test):
     set_chunk_size(4)
     step, w, alone = make_training_steps(shard_optimizer=shard_optimizer)
     step()
@@ -150,8 +148,7 @@ def test_failed_chunked_step_updates_nothing(fork, set_chunk_size, failing_rank,
 
 
 @needs_jax
-def test_chunked_step_accepts_ranks_without_rows(fork, set_chunk_size):
-    fork(2)
+def test_chunked_step_accepts_ranks_without_rows(set_chunk_size, two_ranks_per_test):
     set_chunk_size(4)
     x, y = T.dmatrix("x"), T.dvector("y")
     data, made = (RNG.normal(size=(10, 3)), RNG.normal(size=10)), []
@@ -168,8 +165,7 @@ def test_chunked_step_accepts_ranks_without_rows(fork, set_chunk_size):
 @needs_jax
 @pytest.mark.parametrize("times", [1, 10, 200])  # the launches of 200 exceed the capacity of a stream
 @pytest.mark.parametrize("failing_rank", [0, 1])
-def test_failed_training_step_updates_nothing(fork, failing_rank, times):
-    fork(2)
+def test_failed_training_step_updates_nothing(failing_rank, times, two_ranks_per_test):
     step, w, alone = make_training_steps(times)
     step()
     for _ in range(2):
@@ -192,8 +188,7 @@ class DisconnectWorker(Command):
 
 
 @needs_jax
-def test_later_steps_do_not_compare_plans(fork, monkeypatch):
-    fork(2)
+def test_later_steps_do_not_compare_plans(monkeypatch, two_ranks_per_test):
     step, _, _ = make_training_steps()
     step()
     compare, digests = Rank.compare_digests, []
@@ -209,8 +204,7 @@ def test_later_steps_do_not_compare_plans(fork, monkeypatch):
 
 
 @needs_jax
-def test_step_is_taken_on_no_rank_if_a_worker_has_lost_its_connection(fork):
-    fork(2)
+def test_step_is_taken_on_no_rank_if_a_worker_has_lost_its_connection(two_ranks_per_test):
     step, w, alone = make_training_steps()
     for _ in range(2):
         step()
@@ -273,8 +267,7 @@ FAILING_FUNCTIONS = []
 
 @needs_jax
 @pytest.mark.parametrize("failing_rank", [0, 1])
-def test_failed_steps_report_how_many_were_taken(fork, failing_rank):
-    fork(2)
+def test_failed_steps_report_how_many_were_taken(failing_rank, two_ranks_per_test):
     if JAX.nccl_caller == "graph":
         pytest.skip("NCCL is not called where a CUDA graph is replayed")
     step, w, _ = make_training_steps(200)

@@ -49,8 +49,7 @@ def test_own_reduction_is_an_op_of_functions(logaddexp_op, fork, n):
 
 
 @on_host
-def test_own_reduction_is_an_op_of_updates(logaddexp_op, fork):
-    fork(2)
+def test_own_reduction_is_an_op_of_updates(logaddexp_op, two_ranks_per_test):
     x, s = tensor.dmatrix("x"), shared(np.zeros(3), "s")
     total = tensor.log(tensor.exp(x).sum(axis=0))
     synk.function([x], updates=[(s, total, "logaddexp")])(X, num_slices=3)
@@ -73,8 +72,7 @@ def test_own_reduction_is_an_op_of_collectives(logaddexp_op, fork, size):
 
 
 @on_host
-def test_own_reduction_is_an_op_of_metrics(logaddexp_op, fork):
-    fork(2)
+def test_own_reduction_is_an_op_of_metrics(logaddexp_op, two_ranks_per_test):
     x, w = tensor.dmatrix("x"), shared(np.zeros(3), "w")
     validate = {"log": (tensor.log(tensor.exp(x).sum()), "logaddexp")}
     trainer = make_trainer(tensor.dot(x, w).mean(), [w], x, [], sgd, learning_rate=0.1, validate=validate)
@@ -101,16 +99,14 @@ def test_ops_of_metrics_do_not_depend_on_the_batches(logaddexp_op, name):
 
 @on_host
 @pytest.mark.parametrize("group", [False, True])
-def test_own_reduction_is_an_op_of_programs(logaddexp_op, fork, group):
-    fork(2)
+def test_own_reduction_is_an_op_of_programs(logaddexp_op, group, two_ranks_per_test):
     np.testing.assert_allclose(
         synk.run(all_reduce_rank_numbers, group=group), np.full((2, 3), np.logaddexp(0, 1)), rtol=1e-12
     )
 
 
 @on_host
-def test_own_reduction_is_listed_in_error_messages(logaddexp_op, fork):
-    fork(2)
+def test_own_reduction_is_listed_in_error_messages(logaddexp_op, two_ranks_per_test):
     i = shared(np.zeros(3, "int64"), "i")
     synk.function([], updates=[(i, i)])
     with pytest.raises(

@@ -122,8 +122,7 @@ def launch_six_times(context, f, x):
     return [float(v) for _ in range(3) for v in f.read(f.launch_many(2, x))], f.max_repeats
 
 
-def test_run_programs_launch_many_times_on_a_toy_engine(toy, fork):
-    fork(2)
+def test_run_programs_launch_many_times_on_a_toy_engine(toy, two_ranks_per_test):
     x, s = tensor.dmatrix("x"), shared(np.zeros(()), "s")
     f = synk.function([x], (x.sum() + s, "sum"), updates=[(s, s + 1)])
     for losses, max_repeats in synk.run(launch_six_times, f, synk.data(X[:6])):

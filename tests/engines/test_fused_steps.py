@@ -112,8 +112,7 @@ def test_training_step_of_one_rank_is_one_launch(fork, launches):
     np.testing.assert_allclose(np.asarray(w.get_value()), 1 - (1 - 2 * 0.1 / 3) ** 3, rtol=1e-6)
 
 
-def test_steps_that_cannot_be_fused_run_one_by_one(fork, many_steps_a_launch, monkeypatch):
-    fork(2)
+def test_steps_that_cannot_be_fused_run_one_by_one(many_steps_a_launch, monkeypatch, two_ranks_per_test):
     attempts = []  # for each attempted launch: its number of steps, and whether these were taken
     run_launch = TrainFunction._run_launch
 

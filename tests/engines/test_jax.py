@@ -26,8 +26,7 @@ VALUE = np.arange(4.0)
 
 
 @pytest.mark.parametrize("look", [lambda borrowed: borrowed, np.asarray], ids=["array", "view"])
-def test_get_value_borrow_survives_donated_updates(fork, look):
-    fork(2)
+def test_get_value_borrow_survives_donated_updates(look, two_ranks_per_test):
     w = shared(np.arange(1000.0), "w")
     f = synk.function([], updates=[(w, w + 1)])
     f()
@@ -40,8 +39,7 @@ def test_get_value_borrow_survives_donated_updates(fork, look):
     np.testing.assert_array_equal(synk.get_value(1, w), np.arange(1000.0) + 4)
 
 
-def test_launch_passes_one_array_per_random_generator(fork):
-    fork(2)
+def test_launch_passes_one_array_per_random_generator(two_ranks_per_test):
     random = T.random.RandomStream(seed=1)
     w = shared(np.zeros(3), "w")
     f = synk.function([], (w.sum(), "avg"), updates=[(w, w + random.normal(size=3) * random.uniform(size=3))])
@@ -53,8 +51,7 @@ def test_launch_passes_one_array_per_random_generator(fork):
     assert sorted(value.shape for value in storages) == [(2,), (2,), (3,)]
 
 
-def test_references_to_a_containers_array_are_detected(fork):
-    fork(2)
+def test_references_to_a_containers_array_are_detected(two_ranks_per_test):
     w = shared(np.arange(3.0), "w")
     f = synk.function([], updates=[(w, w + 1)])
     f()
@@ -65,8 +62,7 @@ def test_references_to_a_containers_array_are_detected(fork):
     assert not has_other_references(w.container.storage)
 
 
-def test_get_value_survives_updates_and_collectives(fork):
-    fork(2)
+def test_get_value_survives_updates_and_collectives(two_ranks_per_test):
     w = shared(np.arange(3.0), "w")
     f = synk.function([], (w, None), updates=[(w, w + 1)])
     results = [f() for _ in range(3)]
@@ -80,9 +76,8 @@ def test_get_value_survives_updates_and_collectives(fork):
 
 
 @pytest.mark.parametrize("batch", [None, [3, 1, 2, 0], slice(None, None, -1)])
-def test_identity_outputs_do_not_alias_inputs(fork, batch):
+def test_identity_outputs_do_not_alias_inputs(batch, two_ranks_per_test):
     # XLA may return an input as an output, and the memory of inputs is reused.
-    fork(2)
     x = T.dvector("x")
     s, t = shared(np.zeros(1), "s"), shared(np.zeros(1), "t")
     f = synk.function([x], [(x, "gather"), (x, None)], updates=[(s, x), (t, x)])
@@ -100,8 +95,7 @@ def test_identity_outputs_do_not_alias_inputs(fork, batch):
             np.testing.assert_array_equal(rank_value, value[order][:2])
 
 
-def test_updates_of_two_variables_do_not_alias(fork):
-    fork(2)
+def test_updates_of_two_variables_do_not_alias(two_ranks_per_test):
     s, t = shared(np.zeros(2), "s"), shared(np.zeros(2), "t")
     add = synk.function([], updates=[(s, s + t + 1), (t, s + t + 1)])
     scale = synk.function([], updates=[(s, s * 10)])
@@ -112,8 +106,7 @@ def test_updates_of_two_variables_do_not_alias(fork):
     np.testing.assert_array_equal(synk.gather([s, t]), np.stack([np.full((2, 2), 30), np.full((2, 2), 3)]))
 
 
-def test_updates_can_swap_variables(fork):
-    fork(2)
+def test_updates_can_swap_variables(two_ranks_per_test):
     s, t = shared(np.zeros(2), "s"), shared(np.ones(2), "t")
     swap = synk.function([], updates=[(s, t), (t, s)])
     for i in range(3):
@@ -123,8 +116,7 @@ def test_updates_can_swap_variables(fork):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "complex64", "int8", "uint16", "int64", "bool"])
-def test_shared_variables_keep_their_dtype(fork, dtype):
-    fork(2)
+def test_shared_variables_keep_their_dtype(dtype, two_ranks_per_test):
     w = shared(np.ones(4, dtype), "w")
     f = synk.function([], (w, "gather"), updates=[(w, w[::-1])])
     assert f().dtype == dtype
@@ -156,8 +148,7 @@ COLLECTIVES = {
 
 @pytest.mark.parametrize("name", COLLECTIVES)
 @pytest.mark.parametrize("nccl", [True, False] if DEVICE == "gpu" else [True])
-def test_numpy_values_of_shared_variables_become_jax_arrays(fork, name, nccl, monkeypatch):
-    fork(2)
+def test_numpy_values_of_shared_variables_become_jax_arrays(name, nccl, monkeypatch, two_ranks_per_test):
     act, expected = COLLECTIVES[name]
     w = shared(np.ones(2), "w")
     f = synk.function([], (w, "gather"))
@@ -171,8 +162,7 @@ def test_numpy_values_of_shared_variables_become_jax_arrays(fork, name, nccl, mo
     assert JAX.owns(w.container.storage[0])
 
 
-def test_jax_and_host_functions_share_variables(fork):
-    fork(2)
+def test_jax_and_host_functions_share_variables(two_ranks_per_test):
     x = T.dvector("x")
     w = shared(np.ones(2), "w")
     compiled = synk.function([x], (w * x.sum(), "gather"), updates=[(w, w + 1)])
@@ -185,9 +175,8 @@ def test_jax_and_host_functions_share_variables(fork):
 
 
 @pytest.mark.usefixtures("alarm_handler")
-def test_interrupt_in_a_launch_keeps_values(fork):
+def test_interrupt_in_a_launch_keeps_values(two_ranks_per_test):
     # The old value is donated, and the new one is not stored yet.
-    fork(2)
     w = shared(np.zeros(1000), "w")
     f = synk.function([], [(w.sum() / 1000, None)], updates=[(w, w + 1)])
     losses = [f()[0] for _ in range(20)]
@@ -218,9 +207,8 @@ def test_interrupt_in_a_launch_keeps_values(fork):
 
 @pytest.mark.usefixtures("alarm_handler")
 @pytest.mark.parametrize("entry_added", [False, True])
-def test_interrupt_after_a_launch_keeps_results_aligned(fork, monkeypatch, entry_added):
+def test_interrupt_after_a_launch_keeps_results_aligned(monkeypatch, entry_added, two_ranks_per_test):
     # The launch has written its number, which is unread; the next launch's number could be confused with it.
-    fork(2)
     w = shared(np.zeros(3), "w")
     f = synk.function([], [(w.sum() / 3, None)], updates=[(w, w + 1)])
     first, entries, raised = f()[0], ScalarLog.make_entries, []

@@ -103,8 +103,7 @@ def test_lazy_scalar_result_is_used_as_a_number(double):
         assert use(double(VALUE)[0]) == use(np.asarray(6.0)), name
 
 
-def test_lazy_integer_result_is_an_index(fork):
-    fork(2)
+def test_lazy_integer_result_is_an_index(two_ranks_per_test):
     x = T.lvector("x")
     count = synk.function([x], (x.sum(), "sum"))(np.array([1, 2]))
     assert operator.index(count) == 3
@@ -128,8 +127,7 @@ def test_lazy_result_is_writable(double):
     assert total == 3
 
 
-def test_writes_into_a_lazy_result_stay_local(fork):
-    fork(2)
+def test_writes_into_a_lazy_result_stay_local(two_ranks_per_test):
     w = shared(np.ones(3), "w")
     read_w = synk.function([], (w, None))
     result = read_w()
@@ -199,9 +197,8 @@ def test_results_are_read_by_one_fetch(double):
 
 
 @pytest.mark.parametrize("sizes", [[7] * 6, [7, 7, 1, 7, 5, 1, 1], [2, 2, 0, 0, 7]])
-def test_results_of_many_calls_are_separate(fork, sizes):
+def test_results_of_many_calls_are_separate(sizes, two_ranks_per_test):
     # Scalars of many calls are reduced together if the ranks had the same numbers of rows in all of them.
-    fork(2)
     x, n = T.fvector("x"), T.lvector("n")
     numbers = [
         (x.sum(), "sum"), (x.mean(), "mean"), (x.max() if all(sizes) else x.sum(), "avg"), (n.sum(), "sum"),
@@ -241,8 +238,7 @@ def test_dropped_results_run_no_finalizer_code(double):
     assert list_called_functions(results.clear) == []
 
 
-def test_large_dropped_results_are_freed_early(fork):
-    fork(2)
+def test_large_dropped_results_are_freed_early(two_ranks_per_test):
     x = T.dvector("x")
     f = synk.function([x], (x * 2, "gather"))
     value = synk.data(np.ones(1 << 20))  # half of its eight megabytes on each rank
@@ -254,8 +250,7 @@ def test_large_dropped_results_are_freed_early(fork):
     assert max(count_stored()) <= 6
 
 
-def test_irreducible_result_raises_when_read_others_do_not(fork):
-    fork(2)
+def test_irreducible_result_raises_when_read_others_do_not(two_ranks_per_test):
     x = T.dvector("x")
     f, g = synk.function([x], (x, "sum")), synk.function([x], (x.sum(), "sum"))
     good, bad, better = g(VALUE), f(np.ones(3)), f(VALUE)
@@ -267,9 +262,8 @@ def test_irreducible_result_raises_when_read_others_do_not(fork):
     assert g(VALUE) == 6
 
 
-def test_missing_scalar_leaves_other_results(fork):
+def test_missing_scalar_leaves_other_results(two_ranks_per_test):
     # Workers send scalars without waiting for the master, so they must keep them whatever happens there.
-    fork(2)
     s = shared(np.zeros(1), "s")
     largest = synk.function([], (s.max(), "max"), sliceable_shareds=[s])
     total = synk.function([], (s.sum(), "sum"), sliceable_shareds=[s])

@@ -186,8 +186,7 @@ if XLA:
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])])
-def test_mode_equals_the_serial_function(fork, name, check):
-    fork(2)
+def test_mode_equals_the_serial_function(name, check, two_ranks_per_test):
     check(make_mode(name))
 
 

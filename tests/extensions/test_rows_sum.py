@@ -317,12 +317,6 @@ def test_rows_sum_notices_a_change_of_many_rows(two_ranks_per_test, calls):
     assert f(1.0) == 900_000
 
 
-def test_rows_sum_accepts_data_objects(two_ranks_per_test):
-    a = pt.dscalar("a")
-    f = function([a], sum_over_rows(y * a, {y: synk.data(Y)}))
-    np.testing.assert_allclose(f(2.0), 2 * Y.sum())
-
-
 # -- processes and threads ---------------------------------------------------------------------------------------
 
 
@@ -419,8 +413,7 @@ def test_rows_sum_raises_errors_of_ranks(two_ranks_per_test):
 
 
 @pytest.mark.new_ranks
-def test_rows_sum_works_after_a_death_and_a_new_fork(fork):
-    fork(2)
+def test_rows_sum_works_after_a_death_and_a_new_fork(two_ranks_per_test):
     a = pt.dscalar("a")
     f = function([a], sum_over_rows((y - a) ** 2, {y: Y}))
     f(0.0)

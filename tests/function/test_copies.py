@@ -33,8 +33,7 @@ def copy_by_pickle(f):
     return pickle.loads(pickle.dumps(f))
 
 
-def test_function_copy_shares_variables(fork):
-    fork(2)
+def test_function_copy_shares_variables(two_ranks_per_test):
     f, w = make_function()
     assert f(VALUE) == 6
     g = copy.copy(f)
@@ -50,8 +49,7 @@ def test_function_copy_shares_variables(fork):
 
 @pytest.mark.parametrize("duplicate", [copy_deeply, copy_by_pickle])
 @pytest.mark.parametrize("called", [True, False])
-def test_deep_copy_copies_shared_variables(fork, duplicate, called):
-    fork(2)
+def test_deep_copy_copies_shared_variables(duplicate, called, two_ranks_per_test):
     results = []
     for f, w in (make_function(), make_function(function)):
         if called:
@@ -75,8 +73,7 @@ def test_function_pickle_works_with_other_ranks(fork):
     assert [float(g(VALUE)), float(g(VALUE)), float(f(VALUE))] == [12, 18, 12]
 
 
-def test_function_of_a_deep_graph_is_picklable(fork):
-    fork(2)
+def test_function_of_a_deep_graph_is_picklable(two_ranks_per_test):
     x = T.dvector("x")
     y = x
     for _ in range(400):
@@ -95,8 +92,7 @@ DATA = np.random.default_rng(0).normal(size=(7, 3)), np.arange(7.0)
 
 
 @pytest.mark.parametrize("duplicate", [copy_deeply, copy_by_pickle])
-def test_deep_copy_of_a_training_function_is_independent(fork, duplicate):
-    fork(2)
+def test_deep_copy_of_a_training_function_is_independent(duplicate, two_ranks_per_test):
     train, w = make_adam_function()
     losses = [float(train(*DATA)) for _ in range(2)]
     other = duplicate(train)
@@ -106,8 +102,7 @@ def test_deep_copy_of_a_training_function_is_independent(fork, duplicate):
     np.testing.assert_allclose([float(again(*DATA)) for _ in range(5)], losses + first_losses, rtol=1e-12)
 
 
-def test_copy_of_a_training_function_shares_its_state(fork):
-    fork(2)
+def test_copy_of_a_training_function_shares_its_state(two_ranks_per_test):
     train, _ = make_adam_function()
     other = copy.copy(train)
     losses = [float(f(*DATA)) for f in (train, other)]

@@ -170,8 +170,7 @@ def test_gather_concatenates_in_rank_order(fork, master):
     np.testing.assert_array_equal(f(np.arange(1.0) + 4)[1], [4])
 
 
-def test_avg_weighs_ranks_equally_and_mean_by_rows(fork):
-    fork(2)
+def test_avg_weighs_ranks_equally_and_mean_by_rows(two_ranks_per_test):
     x = T.dvector("x")
     f = synk.function([x], [x.mean(), (x.mean(), "mean")])
     average, mean = f(np.array([0.0, 0.0, 9.0]))
@@ -188,8 +187,7 @@ def test_elementwise_ops_refuse_shapes_that_differ_between_ranks(fork):
     assert f(np.ones((6, 2)))[0].shape == (2, 2)
 
 
-def test_gather_refuses_mismatched_shapes(fork):
-    fork(2)
+def test_gather_refuses_mismatched_shapes(two_ranks_per_test):
     x = T.dvector("x")
     f = synk.function([x], (T.zeros((2, x.shape[0])), "gather"))
     with raises(ValueError, "gather"):
@@ -210,8 +208,7 @@ def two_parts():
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int8", "int32", "int64", "uint8", "bool"])
-def test_outputs_keep_their_dtype(fork, two_parts, dtype):
-    fork(2)
+def test_outputs_keep_their_dtype(two_parts, dtype, two_ranks_per_test):
     x = T.matrix("x", dtype=dtype)
     binary_ufuncs = {op: ufunc for op, ufunc in OF_TWO.items() if (op, dtype) != ("sum", "bool")}
     f = synk.function([x], [(x, op) for op in [*binary_ufuncs, "gather", None]])
@@ -225,8 +222,7 @@ def test_outputs_keep_their_dtype(fork, two_parts, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "complex128"])
-def test_avg_keeps_float_dtypes(fork, two_parts, dtype):
-    fork(2)
+def test_avg_keeps_float_dtypes(two_parts, dtype, two_ranks_per_test):
     x = T.matrix("x", dtype=dtype)
     for result in synk.function([x], [x, (x, "mean")])(two_parts.astype(dtype)):
         np.testing.assert_array_equal(result, (two_parts[:2] + two_parts[2:]) / 2)
@@ -243,8 +239,7 @@ def test_function_refuses_avg_of_integers(fork, op, dtype):
 
 
 @pytest.mark.parametrize("op", ["sum", "c_sum"])
-def test_function_refuses_sum_of_booleans(fork, op):
-    fork(2)
+def test_function_refuses_sum_of_booleans(op, two_ranks_per_test):
     x = T.dvector("x")
     positive = T.gt(x, 0)
     with raises(ValueError, "outputs"):
@@ -293,8 +288,7 @@ def test_large_outputs_are_streamed_in_chunks(fork, dtype):
         np.testing.assert_array_equal(master_value, split_rows(rows, 3)[0])
 
 
-def test_gather_mixes_streamed_and_small_parts(fork):
-    fork(2)
+def test_gather_mixes_streamed_and_small_parts(two_ranks_per_test):
     x = T.dvector("x")
     f = synk.function([x], (x, "gather"))
     limit = MAX_SMALL_NBYTES // 4  # 8 bytes each, half on each rank
@@ -306,8 +300,7 @@ def test_gather_mixes_streamed_and_small_parts(fork):
 # -- the shape of the answer -----------------------------------------------------------------------------------
 
 
-def test_list_of_outputs_returns_a_list(fork):
-    fork(2)
+def test_list_of_outputs_returns_a_list(two_ranks_per_test):
     x = T.dvector("x")
     total = x.sum()
     ones = np.ones(4)
@@ -319,8 +312,7 @@ def test_list_of_outputs_returns_a_list(fork):
     assert len(synk.function([x], (total, total + 1))(ones)) == 2
 
 
-def test_function_without_outputs_returns_like_serial(fork):
-    fork(2)
+def test_function_without_outputs_returns_like_serial(two_ranks_per_test):
     x = T.dvector("x")
     total = shared(0.0, "total")
     for outputs in (None, []):
@@ -330,8 +322,7 @@ def test_function_without_outputs_returns_like_serial(fork):
 
 
 @pytest.mark.parametrize("ndim", [0, 1])
-def test_output_subset_keeps_the_requested_order(fork, ndim):
-    fork(2)
+def test_output_subset_keeps_the_requested_order(ndim, two_ranks_per_test):
     x, y = T.dvectors("x", "y")
     outputs = [(x.sum(), "sum"), (y.max(), "max"), (x.min(), "min"), (y, "gather" if ndim else None)]
     f = synk.function([x, y], outputs[: 3 + ndim])
@@ -347,8 +338,7 @@ def test_output_subset_keeps_the_requested_order(fork, ndim):
             f(a, b, output_subset=wrong)
 
 
-def test_output_subset_applies_all_updates(fork):
-    fork(2)
+def test_output_subset_applies_all_updates(two_ranks_per_test):
     x = T.dvector("x")
     count = shared(0.0, "count")
     f = synk.function([x], [(x.sum(), "sum"), (x.max(), "max")], updates=[(count, count + 1)])
@@ -397,8 +387,7 @@ def test_function_accepts_only_bcast_inputs(fork):
 
 
 @pytest.mark.skipif(XLA, reason="PyTensor's JAX mode has no generators as outputs")
-def test_op_none_returns_outputs_that_are_no_arrays(fork):
-    fork(2)
+def test_op_none_returns_outputs_that_are_no_arrays(two_ranks_per_test):
     x = T.dvector("x")
     if NAME == "pytensor":
         rng = shared(np.random.default_rng(1), "rng")
@@ -411,8 +400,7 @@ def test_op_none_returns_outputs_that_are_no_arrays(fork):
         np.testing.assert_array_equal(result, np.arange(4.0) if op == "gather" else 6)
 
 
-def test_scan_runs_on_every_rank(fork):
-    fork(2)
+def test_scan_runs_on_every_rank(two_ranks_per_test):
     x, steps = T.dmatrix("x"), T.iscalar("steps")
     w = shared(np.array([2.0, 3.0]), "w")
     if NAME == "pytensor":
@@ -427,8 +415,7 @@ def test_scan_runs_on_every_rank(fork):
     np.testing.assert_allclose(f(X, 2, num_slices=2), X * [4, 9])
 
 
-def test_scan_over_sliceable_shareds_is_sliced(fork):
-    fork(2)
+def test_scan_over_sliceable_shareds_is_sliced(two_ranks_per_test):
     s = shared(np.arange(6.0), "s")
     if NAME == "pytensor":
         running = package.scan(lambda a, t: t + a, s, outputs_info=[T.as_tensor(np.float64(0))], return_updates=False)
@@ -444,9 +431,8 @@ def add_ones(x, length):
     return x
 
 
-def test_deep_graph_is_sent_to_workers(fork):
+def test_deep_graph_is_sent_to_workers(two_ranks_per_test):
     # Pickle follows references recursively, and 3000 are more than Python allows.
-    fork(2)
     x = T.dvector("x")
     f = synk.function([x], (add_ones(x, 3000), "gather"))
     synk.distribute()
@@ -454,9 +440,8 @@ def test_deep_graph_is_sent_to_workers(fork):
     assert f.name
 
 
-def test_deep_graph_is_computed(fork):
+def test_deep_graph_is_computed(two_ranks_per_test):
     # The libraries' compilers are recursive: users of such graphs raise the limit, before or after fork().
-    fork(2)
     x = T.dvector("x")
     f = synk.function([x], (add_ones(x, 1200), "gather"))
     limit = sys.getrecursionlimit()
@@ -467,8 +452,7 @@ def test_deep_graph_is_computed(fork):
         sys.setrecursionlimit(limit)
 
 
-def test_functions_share_variables(fork):
-    fork(2)
+def test_functions_share_variables(two_ranks_per_test):
     x = T.dvector("x")
     w = shared(0.0, "w")
     add = synk.function([x], updates=[(w, w + x.sum())])

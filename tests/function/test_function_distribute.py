@@ -37,8 +37,7 @@ def test_distribute_can_be_repeated(fork):
     np.testing.assert_array_equal(synk.gather(w), [1, 2, 3])
 
 
-def test_distribute_sends_current_values(fork):
-    fork(2)
+def test_distribute_sends_current_values(two_ranks_per_test):
     w = shared(1.0, "w")
     read = synk.function([], (w, "gather"))
     w.set_value(2.0)
@@ -60,8 +59,7 @@ def record_sizes(monkeypatch):
     return sizes
 
 
-def test_large_shared_variable_is_sent_once(fork, monkeypatch):
-    fork(2)
+def test_large_shared_variable_is_sent_once(monkeypatch, two_ranks_per_test):
     sizes = record_sizes(monkeypatch)
     w = shared(np.ones(2_000_000), "w")
     functions = [synk.function([], ((w * i).sum(), "sum")) for i in range(3)]
@@ -72,8 +70,7 @@ def test_large_shared_variable_is_sent_once(fork, monkeypatch):
     assert 16e6 <= sum(sizes) < 17e6
 
 
-def test_large_constant_is_sent_once_per_distribute(fork, monkeypatch):
-    fork(2)
+def test_large_constant_is_sent_once_per_distribute(monkeypatch, two_ranks_per_test):
     sizes = record_sizes(monkeypatch)
     c = T.constant(np.arange(2_000_000.0))
     x = T.dvector("x")
@@ -99,8 +96,7 @@ def test_functions_work_after_close_and_fork(fork):
     np.testing.assert_array_equal(f(np.arange(3.0), num_slices=2), np.arange(3.0) * [3, 4, 5])
 
 
-def test_workers_drop_collected_functions(fork):
-    fork(2)
+def test_workers_drop_collected_functions(two_ranks_per_test):
     x = T.dvector("x")
     f = synk.function([x], (x, "gather"))
     f(np.arange(4.0))
@@ -116,8 +112,7 @@ def test_workers_drop_collected_functions(fork):
 
 
 @pytest.mark.parametrize("how", ["distribute", "call"])
-def test_unpicklable_graph_leaves_ranks_usable(fork, how):
-    fork(2)
+def test_unpicklable_graph_leaves_ranks_usable(how, two_ranks_per_test):
     x = T.dvector("x")
     w = shared(1.0, "w")
     f = synk.function([x], (Unpicklable()(x) * w, "gather"), name="nameless")

@@ -29,8 +29,7 @@ def difference():
     return make
 
 
-def test_function_accepts_data_arrays_and_lists_together(fork, difference):
-    fork(2)
+def test_function_accepts_data_arrays_and_lists_together(difference, two_ranks_per_test):
     f = difference()
     expected = X * Y[:, None] + 2
     assert_same(f(synk.data(X), Y, 2), expected)
@@ -39,8 +38,7 @@ def test_function_accepts_data_arrays_and_lists_together(fork, difference):
     assert_same(f(X.astype("float32"), Y, 2), X.astype("float32") * Y[:, None] + 2)
 
 
-def test_function_accepts_inputs_by_name(fork, difference):
-    fork(2)
+def test_function_accepts_inputs_by_name(difference, two_ranks_per_test):
     f = difference()
     expected = X * Y[:, None] + 2
     assert_same(f(b=2, x=X, y=Y), expected)
@@ -53,8 +51,7 @@ def test_function_accepts_inputs_by_name(fork, difference):
         f(X, Y)
 
 
-def test_function_takes_a_data_object_twice(fork):
-    fork(2)
+def test_function_takes_a_data_object_twice(two_ranks_per_test):
     x, y = T.dvectors("x", "y")
     f = synk.function([x, y], (x * y, "sum"))
     d = synk.data(np.arange(4.0))
@@ -62,8 +59,7 @@ def test_function_takes_a_data_object_twice(fork):
 
 
 @pytest.mark.parametrize("batch", [5, slice(4, 8), slice(7, 3, -2)])
-def test_minibatch_row_0_is_the_lowest_index(fork, difference, batch):
-    fork(2)
+def test_minibatch_row_0_is_the_lowest_index(difference, batch, two_ranks_per_test):
     f = difference()
     low = select_rows(batch, 9).min()
     mini = synk.data(X[low:], minibatch=True)
@@ -77,9 +73,8 @@ def test_minibatch_row_0_is_the_lowest_index(fork, difference, batch):
     "batch", [[7, 4, 4, 6], [8, 0, 3], range(7, 2, -2), np.array([5, 1]), np.arange(9) % 2 == 0, np.arange(9) > 9, []]
 )
 @pytest.mark.parametrize("n_spare_rows", [0, 2])
-def test_minibatch_rows_follow_the_index_list(fork, difference, batch, n_spare_rows):
+def test_minibatch_rows_follow_the_index_list(difference, batch, n_spare_rows, two_ranks_per_test):
     # As in training from files: the order is shuffled, and the next rows are read into a minibatch.
-    fork(2)
     f = difference()
     rows = select_rows(batch, 9)
     mini_x, mini_y = (
@@ -91,54 +86,38 @@ def test_minibatch_rows_follow_the_index_list(fork, difference, batch, n_spare_r
         np.testing.assert_array_equal(f(x, y, 0, batch=batch, num_slices=2), X[rows] * Y[rows, None])
 
 
-def test_index_list_longer_than_the_minibatch_is_refused(fork, difference):
-    fork(2)
-    f = difference()
-    with raises(IndexError, "batch"):
-        f(synk.data(X[:3], minibatch=True), Y, 0, batch=[1, 2, 1, 2])
-
-
-def test_minibatches_without_batch_are_used_whole(fork, difference):
-    fork(2)
+def test_minibatches_without_batch_are_used_whole(difference, two_ranks_per_test):
     f = difference()
     x, y = synk.data(X, minibatch=True), synk.data(Y, minibatch=True)
     np.testing.assert_array_equal(f(x, y, 0), X * Y[:, None])
 
 
-def test_minibatches_refuse_negative_indexes(fork, difference):
-    fork(2)
+def test_minibatches_refuse_rows_that_they_lack(difference, two_ranks_per_test):
     f = difference()
     x, y = synk.data(X, minibatch=True), synk.data(Y, minibatch=True)
     for batch in ([-1], [3, -2], slice(-3, None), slice(2, None)):
         with raises((ValueError, IndexError), "batch"):
             f(x, y, 0, batch=batch)
+    for batch in ([1, 2, 1, 2], slice(2, 6)):
+        with raises(IndexError, "batch"):
+            f(synk.data(X[:3], minibatch=True), Y, 0, batch=batch)
 
 
-def test_slice_longer_than_the_minibatch_is_refused(fork, difference):
-    fork(2)
-    f = difference()
-    with raises(IndexError, "batch"):
-        f(synk.data(X[:3], minibatch=True), Y, 0, batch=slice(2, 6))
-
-
-def test_batch_selects_from_inputs_of_different_lengths(fork, difference):
-    fork(2)
+def test_batch_selects_from_inputs_of_different_lengths(difference, two_ranks_per_test):
     f = difference()
     for batch in (6, slice(2, 6), [5, 0, 6]):
         rows = select_rows(batch, 7)
         np.testing.assert_array_equal(f(X, Y[:7], 0, batch=batch), X[rows] * Y[rows, None])
 
 
-@pytest.mark.parametrize("batch", [None, slice(2, None), slice(-3, None), slice(None, -1), [-1, 0], [8], 8])
-def test_batch_must_select_equal_rows_of_all_inputs(fork, difference, batch):
-    fork(2)
+def test_batch_must_select_equal_rows_of_all_inputs(difference, two_ranks_per_test):
     f = difference()
-    with raises((ValueError, IndexError)):
-        f(X, Y[:7], 0, batch=batch)
+    for batch in (None, slice(2, None), slice(-3, None), slice(None, -1), [-1, 0], [8], 8):
+        with raises((ValueError, IndexError)):
+            f(X, Y[:7], 0, batch=batch)
 
 
-def test_results_do_not_alias_reused_inputs(fork):
-    fork(2)
+def test_results_do_not_alias_reused_inputs(two_ranks_per_test):
     x, b = T.dmatrix("x"), T.dvector("b")
     f = synk.function([x], [(x, "gather"), (x, None), (b, None)], bcast_inputs=[b])
     for make in (np.array, synk.data):
@@ -167,8 +146,7 @@ def test_identity_outputs_do_not_alias(fork, n):
 
 
 @pytest.mark.parametrize("batch", [None, [3, 1, 2]])
-def test_update_by_an_input_does_not_alias_it(fork, batch):
-    fork(2)
+def test_update_by_an_input_does_not_alias_it(batch, two_ranks_per_test):
     x, b = T.dmatrix("x"), T.dvector("b")
     rows, whole = shared(np.zeros((1, 2)), "rows"), shared(np.zeros(1), "whole")
     f = synk.function([x], bcast_inputs=[b], updates=[(rows, x), (whole, b)])
@@ -182,8 +160,7 @@ def test_update_by_an_input_does_not_alias_it(fork, batch):
 
 
 @pytest.mark.parametrize("batch", [None, slice(0, 6), [0, 1, 2]])
-def test_mutable_input_does_not_change_data(fork, batch):
-    fork(2)
+def test_mutable_input_does_not_change_data(batch, two_ranks_per_test):
     x, b = T.dmatrix("x"), T.dvector("b")
     f = synk.function(
         [In(x, mutable=True)],
@@ -198,8 +175,7 @@ def test_mutable_input_does_not_change_data(fork, batch):
     np.testing.assert_array_equal(e, Y)
 
 
-def test_in_renames_and_allows_downcast(fork):
-    fork(2)
+def test_in_renames_and_allows_downcast(two_ranks_per_test):
     x = T.fvector("x")
     f = synk.function([In(x, name="rows", allow_downcast=True)], (x, "gather"))
     np.testing.assert_array_equal(f(rows=np.array([0.1, 0.2])), np.array([0.1, 0.2], "float32"))
@@ -207,8 +183,7 @@ def test_in_renames_and_allows_downcast(fork):
         synk.function([x], (x, "gather"))(np.array([0.1, 0.2]))
 
 
-def test_allow_input_downcast_casts_inputs(fork):
-    fork(2)
+def test_allow_input_downcast_casts_inputs(two_ranks_per_test):
     x, b = T.fvector("x"), T.iscalar("b")
     f = synk.function([x], (x * b, "gather"), bcast_inputs=[b], allow_input_downcast=True)
     np.testing.assert_array_equal(f(np.array([0.1, 0.2]), 2.9), np.array([0.1, 0.2], "float32") * 2)
@@ -231,8 +206,7 @@ def test_outputs_of_shared_variables_and_constants_are_copies(fork, n):
         np.testing.assert_array_equal(w.get_value(), [1, 1])
 
 
-def test_function_accepts_out_with_borrow(fork):
-    fork(2)
+def test_function_accepts_out_with_borrow(two_ranks_per_test):
     x = T.dmatrix("x")
     f = synk.function([x], (Out(x * 2, borrow=True), "gather"))
     np.testing.assert_array_equal(f(X), X * 2)
@@ -242,8 +216,7 @@ def test_function_accepts_out_with_borrow(fork):
 # -- as_theano and build_inputs --------------------------------------------------------------------------------
 
 
-def test_as_theano_runs_only_in_the_master(fork):
-    fork(2)
+def test_as_theano_runs_only_in_the_master(two_ranks_per_test):
     x, b = T.dvector("x"), T.dscalar("b")
     w = shared(0.0, "w")
     f = synk.function([x], x.sum() * b, bcast_inputs=[b], updates=[(w, w + x.sum())])
@@ -257,8 +230,7 @@ def test_as_theano_runs_only_in_the_master(fork):
     assert listed == 10
 
 
-def test_build_inputs_makes_data_for_the_inputs(fork, difference):
-    fork(2)
+def test_build_inputs_makes_data_for_the_inputs(difference, two_ranks_per_test):
     f = difference()
     x, y, b = f.build_inputs(X, Y, b=2.0, minibatch=[False, True, False], oversize=1.5)
     assert (x.name, y.name, b.name) == ("x", "y", "b")

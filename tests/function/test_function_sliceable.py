@@ -21,8 +21,7 @@ SELECTIONS = pytest.mark.parametrize("selection", [{"num_slices": 2}, {"batch_s"
 
 
 @SELECTIONS
-def test_batch_s_and_num_slices_refuse_updates_of_a_sliced_variable(fork, selection):
-    fork(2)
+def test_batch_s_and_num_slices_refuse_updates_of_a_sliced_variable(selection, two_ranks_per_test):
     s = shared(np.arange(4.0), "s")
     f = synk.function([], (s.sum(), "sum"), updates=[(s, 2 * s)], sliceable_shareds=[s], name="f")
     (argument,) = selection
@@ -32,8 +31,7 @@ def test_batch_s_and_num_slices_refuse_updates_of_a_sliced_variable(fork, select
     np.testing.assert_array_equal(synk.gather(s), [[0, 1, 2, 3]] * 2)
 
 
-def test_updates_of_a_sliced_variable_need_no_selection(fork):
-    fork(2)
+def test_updates_of_a_sliced_variable_need_no_selection(two_ranks_per_test):
     s = shared(np.arange(4.0), "s")
     f = synk.function([], (s.sum(), "sum"), updates=[(s, 2 * s)], sliceable_shareds=[s])
     assert float(f()) == 12
@@ -41,8 +39,7 @@ def test_updates_of_a_sliced_variable_need_no_selection(fork):
 
 
 @SELECTIONS
-def test_other_variables_are_updated_from_selected_rows(fork, selection):
-    fork(2)
+def test_other_variables_are_updated_from_selected_rows(selection, two_ranks_per_test):
     s, target = shared(np.arange(4.0), "s"), shared(np.zeros(4), "target")
     f = synk.function([], [], updates=[(target, s + 1, "gather")], sliceable_shareds=[s])
     f(**selection)
@@ -50,8 +47,7 @@ def test_other_variables_are_updated_from_selected_rows(fork, selection):
 
 
 @pytest.mark.skipif(NAME == "pytensor", reason="Theano's default updates")
-def test_batch_s_refuses_default_updates_of_a_sliced_variable(fork):
-    fork(2)
+def test_batch_s_refuses_default_updates_of_a_sliced_variable(two_ranks_per_test):
     cut = shared(np.arange(4.0), "cut")
     cut.default_update = 2 * cut
     f = synk.function([], (cut.sum(), "sum"), sliceable_shareds=[cut], name="f")
@@ -62,8 +58,7 @@ def test_batch_s_refuses_default_updates_of_a_sliced_variable(fork):
 # -- givens and sliceable shared variables ---------------------------------------------------------------------
 
 
-def test_givens_replace_a_variable(fork):
-    fork(2)
+def test_givens_replace_a_variable(two_ranks_per_test):
     x, y = T.dmatrix("x"), T.dvector("y")
     w = shared(np.array([2.0, 3.0]), "w")
     f = synk.function([x], (x * y, "gather"), givens=[(y, w + 1)])
@@ -71,9 +66,8 @@ def test_givens_replace_a_variable(fork):
     np.testing.assert_array_equal(f(X, num_slices=2), X * [3, 4])
 
 
-def test_givens_of_sliceable_shareds_are_sliced(fork):
+def test_givens_of_sliceable_shareds_are_sliced(two_ranks_per_test):
     # As for a data set that is distributed over the ranks' memory.
-    fork(2)
     x = T.dmatrix("x")
     s = shared(X, "s")
     f = synk.function([], [((x * 2).sum(axis=0), "sum")], givens={x: s}, sliceable_shareds=[s])
@@ -85,8 +79,7 @@ def test_givens_of_sliceable_shareds_are_sliced(fork):
     assert_close(f(batch_s=[[0], [3, 0]])[0], (X[[0, 8, 5]] * 2).sum(axis=0))
 
 
-def test_givens_inside_the_graph_with_num_slices(fork):
-    fork(2)
+def test_givens_inside_the_graph_with_num_slices(two_ranks_per_test):
     s = shared(np.arange(6.0), "s")
     doubled = s * 2
     output = (doubled + 1).sum()
@@ -161,8 +154,7 @@ def test_rank_without_batch_s_rows_contributes_nothing(fork):
     np.testing.assert_array_equal(synk.gather(maximum), [0, 0, 2])
 
 
-def test_batch_s_and_batch_select_independently(fork):
-    fork(2)
+def test_batch_s_and_batch_select_independently(two_ranks_per_test):
     x = T.dvector("x")
     s = shared(np.arange(4.0), "s")
     f = synk.function([x], (x * s, "gather"), sliceable_shareds=[s])
@@ -175,8 +167,7 @@ def test_batch_s_and_batch_select_independently(fork):
     )
 
 
-def test_num_slices_may_exceed_the_sliceable_rows(fork):
-    fork(2)
+def test_num_slices_may_exceed_the_sliceable_rows(two_ranks_per_test):
     x = T.dvector("x")
     s = shared(np.array([2.0, 4.0]), "s")
     f = synk.function([x], (x.sum() * 0 + s.mean(), "avg"), sliceable_shareds=[s])
@@ -184,8 +175,7 @@ def test_num_slices_may_exceed_the_sliceable_rows(fork):
 
 
 @pytest.mark.parametrize("choice", [[4], [-5], [[0], [7]]])
-def test_batch_s_out_of_range_changes_nothing(fork, choice):
-    fork(2)
+def test_batch_s_out_of_range_changes_nothing(choice, two_ranks_per_test):
     s, count = shared(np.arange(4.0), "s"), shared(0.0, "count")
     f = synk.function([], (s.sum(), "sum"), updates=[(count, count + 1)], sliceable_shareds=[s])
     with pytest.raises(IndexError, match=r"batch_s: index -?\d is out of range for 4 rows on rank [01]"):
@@ -194,8 +184,7 @@ def test_batch_s_out_of_range_changes_nothing(fork, choice):
     assert f() == 12
 
 
-def test_num_slices_of_sliceable_shareds_weigh_by_rows(fork):
-    fork(2)
+def test_num_slices_of_sliceable_shareds_weigh_by_rows(two_ranks_per_test):
     s = shared(np.arange(7.0), "s")
     f = synk.function([], [(s.mean(), "mean"), s.mean()], sliceable_shareds=[s])
     synk.distribute()

@@ -46,8 +46,7 @@ def test_master_without_rows_has_no_own_value(fork, master):
 
 @pytest.mark.parametrize("slices", [1, 2])
 @pytest.mark.parametrize("large", [False, True])
-def test_batch_of_no_rows_equals_serial(fork, slices, large):
-    fork(2)
+def test_batch_of_no_rows_equals_serial(slices, large, two_ranks_per_test):
     x = T.dmatrix("x")
     exact = [
         (x.sum(), "sum"),
@@ -70,8 +69,7 @@ def test_batch_of_no_rows_equals_serial(fork, slices, large):
 
 @pytest.mark.parametrize("slices", [1, 2])
 @pytest.mark.parametrize("ndim", [0, 1])
-def test_batch_of_no_rows_updates_nothing(fork, slices, ndim):
-    fork(2)
+def test_batch_of_no_rows_updates_nothing(slices, ndim, two_ranks_per_test):
     x = T.dvector("x")
     count, s = shared(0.0, "count"), shared(np.arange(3.0), "s")
     output = x * 2 if ndim else x.sum()
@@ -89,8 +87,7 @@ def test_batch_of_no_rows_updates_nothing(fork, slices, ndim):
     np.testing.assert_array_equal(synk.gather(count), [1, 1])
 
 
-def test_batch_of_no_rows_raises_like_serial(fork):
-    fork(2)
+def test_batch_of_no_rows_raises_like_serial(two_ranks_per_test):
     x = T.dvector("x")
     f = synk.function([x], (x.max(), "max"))
     with pytest.raises(ValueError):
@@ -157,8 +154,7 @@ def test_updates_accumulate_over_num_slices(fork, n, prefix):
     check()
 
 
-def test_updates_on_each_rank_equal_serial(fork):
-    fork(2)
+def test_updates_on_each_rank_equal_serial(two_ranks_per_test):
     x, lr = T.dmatrix("x"), T.dscalar("lr")
     w = shared(np.ones(2), "w")
     loss = ((x * w).sum(axis=1) ** 2).mean()
@@ -174,8 +170,7 @@ def test_updates_on_each_rank_equal_serial(fork):
     assert_close(w.get_value(), v.get_value())
 
 
-def test_updates_may_be_a_dict_with_ops(fork):
-    fork(2)
+def test_updates_may_be_a_dict_with_ops(two_ranks_per_test):
     x = T.dvector("x")
     low, last = shared(0.0, "low"), shared(0.0, "last")
     f = synk.function([x], updates={low: (x.min(), "min"), last: (x[-1], None)})
@@ -184,8 +179,7 @@ def test_updates_may_be_a_dict_with_ops(fork):
     assert f.update_modes == ["min", None]
 
 
-def test_updates_of_integers_need_an_integer_op(fork):
-    fork(2)
+def test_updates_of_integers_need_an_integer_op(two_ranks_per_test):
     x = T.lvector("x")
     count = shared(np.int64(0), "count")
     f = synk.function([x], updates=[(count, count + x.sum())])
@@ -200,8 +194,7 @@ def test_updates_of_integers_need_an_integer_op(fork):
 
 @pytest.mark.filterwarnings("ignore:Setting default_update is deprecated")
 @pytest.mark.parametrize("dtype", ["float64", "int64"])
-def test_default_update_is_applied_once_with_num_slices(fork, dtype):
-    fork(2)
+def test_default_update_is_applied_once_with_num_slices(dtype, two_ranks_per_test):
     x = T.dvector("x")
     count = shared(np.zeros((), dtype), "count")
     count.default_update = count + 1
@@ -211,8 +204,7 @@ def test_default_update_is_applied_once_with_num_slices(fork, dtype):
     np.testing.assert_array_equal(synk.gather(count), [2, 2])
 
 
-def test_num_slices_divides_each_ranks_rows(fork):
-    fork(2)
+def test_num_slices_divides_each_ranks_rows(two_ranks_per_test):
     x = T.dvector("x")
     lengths = shared(np.zeros(0, "int64"), "lengths")
     f = synk.function([x], updates=[(lengths, x.shape, "gather")])

@@ -91,8 +91,7 @@ def test_random_numbers_have_the_right_distribution(fork, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_random_streams_advance_with_num_slices(fork, kind):
-    fork(2)
+def test_random_streams_advance_with_num_slices(kind, two_ranks_per_test):
     draws, updates = stream(kind)
     x = T.dvector("x")
     f = synk.function([x], (draws + 0 * x.sum(), "gather"), updates=updates)
@@ -106,8 +105,7 @@ def test_random_streams_advance_with_num_slices(fork, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_functions_share_a_random_stream(fork, kind):
-    fork(2)
+def test_functions_share_a_random_stream(kind, two_ranks_per_test):
     draws, updates = stream(kind)
     f = synk.function([], (draws, "gather"), updates=updates)
     a = f()
@@ -131,8 +129,7 @@ def draw_mask(kind, x):
 
 
 @pytest.mark.parametrize("kind", ["RandomStream"] if NAME == "pytensor" else KINDS)
-def test_dropout_masks_differ_between_ranks_calls_and_slices(fork, kind):
-    fork(2)
+def test_dropout_masks_differ_between_ranks_calls_and_slices(kind, two_ranks_per_test):
     x = T.dmatrix("x")
     f = synk.function([x], (x * draw_mask(kind, x), "gather"))
     ones = np.ones((8, 40))
@@ -253,8 +250,7 @@ def test_seed_sets_generators_of_all_ranks(fork, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_collectives_refuse_generators(fork, kind):
-    fork(2)
+def test_collectives_refuse_generators(kind, two_ranks_per_test):
     draws, updates = stream(kind)
     generator = get_generator(draws)
     generator.name = "rng"

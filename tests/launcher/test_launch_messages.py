@@ -131,7 +131,6 @@ RUN = {
     "Wider": ({}, r"params: of shapes \[\[5, 8\], .* on rank 0, and of \[\[5, 9\], .* on rank 1"),
     "Other": ({"scale_lr": "true"}, r"Other lacks:\n  method scale_lr\(size\), for scale_lr = true"),
     "Strict": ({"config.colour": "red"}, "^rank [01]: config: Strict has no 'colour'\n$"),
-    "NoEpochs": ({}, r"attribute n_epochs: expected a number of epochs, got None; or give --set epochs=N"),
 }
 
 

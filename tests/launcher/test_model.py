@@ -79,23 +79,6 @@ def test_model_warns_of_a_mean_without_weight(tmp_path):
     assert "loss: the denominator of a mean depends on the values of mask" in (tmp_path / "rank-0.log").read_text()
 
 
-def test_model_learning_rate_of_0_changes_nothing(tmp_path):
-    for epochs in (1, 2):
-        run(
-            "train",
-            "--set=model='launch_models/small.py:Frozen'",
-            "--devices=cpu,cpu",
-            "--set=rule=SlowMo",
-            "--set=rule_options.period=1",
-            f"--set=epochs={epochs}",
-            "--folder",
-            tmp_path / str(epochs),
-            cwd=SUPPORT,
-        )
-    first, second = (np.load(tmp_path / str(epochs) / "params.npz")["arr_0"] for epochs in (1, 2))
-    np.testing.assert_allclose(second, first, rtol=1e-12)
-
-
 #: Training and validation data of 30 rows.
 DATA = (np.zeros((30, 3)), np.zeros(30)), ()
 

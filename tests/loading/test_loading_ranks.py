@@ -103,8 +103,7 @@ def test_loader_with_asynchronous_ranks_reads_each_row_once(fork, load, rule):
     assert reports[-1].loss < reports[0].loss
 
 
-def test_recorder_has_loader_waiting_time(fork, load, tmp_path):
-    fork(2)
+def test_recorder_has_loader_waiting_time(load, tmp_path, two_ranks_per_test):
 
     for rule, ranks in ((rules.BSP(), 1), (rules.LocalSGD(2), 2)):
         folder = tmp_path / type(rule).__name__
@@ -145,8 +144,7 @@ def test_trainer_with_loader_resumes_within_an_epoch(fork, load, tmp_path, rule,
     assert records[0][1:] == records[1][1:] and report.seen == 15 * before and not np.array_equal(records[0][0], w)
 
 
-def test_trainer_counts_skipped_loader_rows(fork, load):
-    fork(2)
+def test_trainer_counts_skipped_loader_rows(load, two_ranks_per_test):
     good = [i for i in range(103) if i not in BAD]
     for rule in (rules.BSP(), rules.LocalSGD(2)):
         loader = load(SomeBad(), on_error="skip", processes=2)
@@ -155,8 +153,7 @@ def test_trainer_counts_skipped_loader_rows(fork, load):
         assert reports[-1].loss < reports[0].loss
 
 
-def test_trainer_skips_unreadable_batches(fork, load):
-    fork(2)
+def test_trainer_skips_unreadable_batches(load, two_ranks_per_test):
     for rule in (rules.BSP(), rules.LocalSGD(2), rules.EASGD(period=2)):
         loader = load(SomeGood(), on_error="skip")
         _, reports = train(rule, (loader, None), batch_size=2, epochs=2, every=None)
@@ -173,8 +170,7 @@ def test_validation_without_readable_rows_is_an_error(fork, load):
 
 @pytest.mark.parametrize("rule", [rules.BSP(), rules.LocalSGD(2), rules.EASGD(period=2)], ids=repr)
 @pytest.mark.slow
-def test_unreadable_row_ends_training_but_not_the_ranks(fork, load, rule):
-    fork(2)
+def test_unreadable_row_ends_training_but_not_the_ranks(load, rule, two_ranks_per_test):
     with pytest.raises((LoadError, synk.WorkerError), match=r"row \d+ can't be read .*: OSError: damaged"):
         train(rule, (load(SomeBad(), processes=2), None))
     params, _ = train(rule, (load([ROWS, TARGETS]), None))  # the ranks remain usable

@@ -27,9 +27,8 @@ pytestmark = pytest.mark.skipif(not XLA, reason="these are about JAX mode")
 
 
 @pytest.mark.parametrize("rows", [100, 1000])
-def test_arange_may_exceed_its_dtype(fork, rows):
+def test_arange_may_exceed_its_dtype(rows, two_ranks_per_test):
     # PyTensor 3.0 stores the 0 of a range as int8, and NumPy subtracted it from the number of rows.
-    fork(2)
     x, y = T.dmatrix("x"), T.lvector("y")
     f = synk.function([x, y], (x[T.arange(y.shape[0]), y], "gather"))
     values, columns = np.random.default_rng(0).normal(size=(2 * rows, 3)), np.arange(2 * rows) % 3
@@ -46,17 +45,15 @@ def test_arange_may_exceed_its_dtype(fork, rows):
         (lambda n: (0, n, 2), "int32", [0, 2]),
     ],
 )
-def test_arange_equals_numpy(fork, bounds, dtype, expected):
-    fork(2)
+def test_arange_equals_numpy(bounds, dtype, expected, two_ranks_per_test):
     x = T.dvector("x")
     f = synk.function([x], (T.arange(*bounds(x.shape[0]), dtype=dtype), None))
     result = f(np.zeros(6))
     assert result.dtype == dtype and np.asarray(result).tolist() == expected
 
 
-def test_float32_graphs_compute_in_float32(fork):
+def test_float32_graphs_compute_in_float32(two_ranks_per_test):
     # JAX promotes a float32 divided by an integer to float64.
-    fork(2)
     x, y = T.fmatrix("x"), T.fvector("y")
     w = shared(np.zeros(3, "float32"), "w")
     loss = ((T.dot(x, w) - y) ** 2).mean()
@@ -91,8 +88,7 @@ def table():
     return np.random.default_rng(0).normal(size=(25, 3))
 
 
-def test_symbolic_index_selects_rows(fork, table):
-    fork(2)
+def test_symbolic_index_selects_rows(table, two_ranks_per_test):
     x, i, rows = shared(table, "x"), T.lscalar("i"), T.dmatrix("rows")
     w = shared(np.zeros(3), "w")
     updates = [(w, w + rows.sum(axis=0))]
@@ -111,16 +107,14 @@ def test_symbolic_index_selects_rows(fork, table):
     np.testing.assert_array_equal(f.as_theano(2)[0], table[20:])
 
 
-def test_symbolic_index_selects_scattered_rows(fork, table):
-    fork(2)
+def test_symbolic_index_selects_scattered_rows(table, two_ranks_per_test):
     x, i, y = shared(table, "x"), T.iscalar("i"), T.dvector("y")
     f = synk.function([y], (y + x[i : i + 3, 0].sum(), "gather"), [i])
     for index in (4, 24):
         np.testing.assert_allclose(f(np.arange(5.0), index), np.arange(5.0) + table[index : index + 3, 0].sum())
 
 
-def test_index_values_are_kept_for_the_launch(fork, table):
-    fork(2)
+def test_index_values_are_kept_for_the_launch(table, two_ranks_per_test):
     x, i = shared(table, "x"), T.lscalar("i")
     f = synk.function([], (x[i : i + 2], None), [i])
     index = synk.data(np.asarray(0))
@@ -132,8 +126,7 @@ def test_index_values_are_kept_for_the_launch(fork, table):
         np.testing.assert_array_equal(result, table[k : k + 2])
 
 
-def test_random_draws_follow_the_number_of_rows(fork, table):
-    fork(2)
+def test_random_draws_follow_the_number_of_rows(table, two_ranks_per_test):
     x, i = shared(table, "x"), T.lscalar("i")
     rows = x[i * 10 : (i + 1) * 10]
     drawn = T.random.RandomStream(1).uniform(size=rows.shape)
@@ -142,8 +135,7 @@ def test_random_draws_follow_the_number_of_rows(fork, table):
     assert len(np.unique(np.asarray(f(1)))) == 60
 
 
-def test_training_function_accepts_a_row_counter(fork, table):
-    fork(2)
+def test_training_function_accepts_a_row_counter(table, two_ranks_per_test):
     x, y, i = T.dvector("x"), T.dvector("y"), shared(np.int64(0), "i")
     w = shared(np.zeros(3), "w")
     loss = ((T.dot(shared(table)[i * 10 : (i + 1) * 10], w) - y.mean()) ** 2).mean() + 0 * x.sum()

@@ -167,8 +167,7 @@ def test_error_of_one_rank_ends_run(fork, failing_rank, how):
 
 
 @pytest.mark.parametrize("how", ["computes", "waits"])
-def test_interrupt_ends_run(fork, how):
-    fork(2)
+def test_interrupt_ends_run(how, two_ranks_per_test):
     timer = threading.Timer(0.3, _thread.interrupt_main)
     timer.start()
     with time_limit(), pytest.raises(KeyboardInterrupt):
@@ -194,8 +193,7 @@ def test_timeout_counts_from_the_last_progress(fork):
 
 @pytest.mark.skipif(DEVICE != "host", reason="other devices take longer to start")
 @pytest.mark.new_ranks
-def test_timeout_names_a_rank_without_progress(fork):
-    fork(2)
+def test_timeout_names_a_rank_without_progress(two_ranks_per_test):
     ranks.get_session().timeout = 0.4  # on a busy machine, a fork may take longer
     with pytest.raises(synk.WorkerError, match="rank 1 did not finish within the 0.4 seconds"):
         synk.run(programs.work_slowly, 0.05, 100, [0])

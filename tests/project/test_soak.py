@@ -96,8 +96,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused_collective_sends_nothing(fork, case):
-    fork(2)
+def test_refused_collective_sends_nothing(case, two_ranks_per_test):
     s, i = shared(np.zeros(3), "s"), shared(np.zeros(3, np.int64), "i")
     f = synk.function([], [], updates=[(s, s), (i, i)])
     with pytest.raises((TypeError, ValueError, IndexError)):

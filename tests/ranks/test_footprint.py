@@ -84,8 +84,7 @@ def assert_footprint_constant(work, n_warm_up, n_repeats, max_growth_kb):
         assert new_memory - memory < max_growth_kb
 
 
-def test_hundreds_of_functions_do_not_leak(fork):
-    fork(2)
+def test_hundreds_of_functions_do_not_leak(two_ranks_per_test):
     x = tensor.dvector("x")
     w = shared(np.zeros(3), "w")  # not dropped
     options = {"mode": "FAST_COMPILE"}
@@ -110,8 +109,7 @@ def test_hundreds_of_functions_do_not_leak(fork):
     assert len(gc.get_objects()) - n_objects < 400
 
 
-def test_calls_and_collectives_do_not_leak(fork):
-    fork(2)
+def test_calls_and_collectives_do_not_leak(two_ranks_per_test):
     x, s = tensor.dmatrix("x"), shared(np.zeros((50, 40)), "s")
     f = synk.function([x], [(x.sum(axis=0), "mean"), (x * 2, "gather")], updates=[(s, s + 1)])
 

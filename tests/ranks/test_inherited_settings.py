@@ -87,8 +87,7 @@ def make_reciprocal_function():
     return synk.function([x], (Reciprocal()(x), "gather"), mode=INTERPRETED)
 
 
-def test_workers_inherit_numpy_errstate(fork):
-    fork(2)
+def test_workers_inherit_numpy_errstate(two_ranks_per_test):
     f = make_reciprocal_function()
     with np.errstate(all="ignore"):
         assert f(np.array([1.0, 0.0])).tolist() == [1, np.inf]
@@ -116,8 +115,7 @@ class GetDivideSetting(Op):
 WAYS = ["ignore", "warn", "raise", "call", "print", "log"]
 
 
-def test_workers_inherit_numpy_error_settings_except_call(fork):
-    fork(2)
+def test_workers_inherit_numpy_error_settings_except_call(two_ranks_per_test):
     x = T.dvector("x")
     f = synk.function([x], (GetDivideSetting()(x), "gather"), mode=INTERPRETED)
     for how in WAYS:

@@ -152,8 +152,7 @@ def test_interrupt_at_sampled_moments_is_raised_and_leaves_ranks_usable(operatio
         program.check_no_leaks()
 
 
-def test_finalizers_swallow_no_interrupt(fork):
-    fork(2)
+def test_finalizers_swallow_no_interrupt(two_ranks_per_test):
     x, w = tensor.dvector("x"), shared(np.zeros(3), "w")
     objects = [w, synk.function([x], (x.sum() * w.sum(), "sum"), updates=[(w, w + 1)]), synk.data(np.ones(6))]
     objects[1](objects[2])

@@ -41,8 +41,7 @@ def count_mappings(pid, nbytes):
 
 
 @pytest.mark.skipif(DEVICE != "host", reason="XLA copies what it is given")
-def test_free_memory_collects_garbage_on_ranks(fork):
-    fork(2)
+def test_free_memory_collects_garbage_on_ranks(two_ranks_per_test):
     x = T.dvector("x")
     f = synk.function([x], (Hoarder()(x)[:1], "gather"), mode=INTERPRETED)
     d = synk.data(np.zeros(1 << 20))

@@ -164,8 +164,7 @@ def test_unpickling_happens_only_in_known_places():
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user to be")
-def test_other_users_can_reach_nothing(fork):
-    fork(2)
+def test_other_users_can_reach_nothing(two_ranks_per_test):
     d = call_functions_and_collectives()
     d.set_value(np.ones((9000, 60)))
     worker = ranks.get_session().worker_pids[1]

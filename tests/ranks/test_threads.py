@@ -93,8 +93,7 @@ def test_data_made_by_threads_is_separate(fork):
         assert float(total(array)) == expected
 
 
-def test_data_filled_by_a_thread(fork):
-    fork(2)
+def test_data_filled_by_a_thread(two_ranks_per_test):
     total = make_sum_function()
     total(np.ones(3))
     ready, n = [], 40
@@ -117,8 +116,7 @@ def test_data_filled_by_a_thread(fork):
         assert float(total(array)) == expected
 
 
-def test_threads_run_collectives_and_functions_in_turn(fork):
-    fork(2)
+def test_threads_run_collectives_and_functions_in_turn(two_ranks_per_test):
     total, x = make_sum_function(), tensor.dvector("x")
     w = shared(np.zeros(3), "w")
     add = synk.function([x], updates=[(w, w + x.sum())])
@@ -137,8 +135,7 @@ def test_threads_run_collectives_and_functions_in_turn(fork):
     assert len(np.unique(synk.gather(w))) == 1
 
 
-def test_signal_handler_cannot_call_the_running_function(fork):
-    fork(2)
+def test_signal_handler_cannot_call_the_running_function(two_ranks_per_test):
     total = make_sum_function()
     total(np.ones(3))
     refused, inside, wrong = [], [], []
@@ -164,8 +161,7 @@ def test_signal_handler_cannot_call_the_running_function(fork):
     assert all(inside)
 
 
-def test_signal_handler_cannot_make_data_during_a_call(fork, call_at_start):
-    fork(2)
+def test_signal_handler_cannot_make_data_during_a_call(call_at_start, two_ranks_per_test):
     x = tensor.dvector("x")
     f = synk.function([x], (Sleep(0.05)(x).sum(), "sum"), mode=INTERPRETED)
     f(np.ones(2))

@@ -56,8 +56,7 @@ def make_masked_calls():
     }
 
 
-def test_masked_arrays_are_refused(fork):
-    fork(2)
+def test_masked_arrays_are_refused(two_ranks_per_test):
     for name, (provoke, argument) in make_masked_calls().items():
         words = rf"^{argument}: expected an array, got a masked one, whose mask would be lost: pass .filled\(value\)"
         with pytest.raises(TypeError, match=words):
@@ -72,8 +71,7 @@ def test_masked_arrays_are_refused(fork):
 
 
 @on_host
-def test_function_refuses_sparse_inputs(fork):
-    fork(2)
+def test_function_refuses_sparse_inputs(two_ranks_per_test):
     x, y = sparse.csr_matrix("x", dtype="float64"), T.dmatrix("y")
     words = "inputs: 'x' is sparse, and inputs have to be dense arrays: pass its data, indices, indptr and shape"
     with pytest.raises(TypeError, match=f"^{words}"):
@@ -87,8 +85,7 @@ def test_function_refuses_sparse_inputs(fork):
 
 
 @on_host
-def test_sparse_shared_variables_only_in_functions(fork):
-    fork(2)
+def test_sparse_shared_variables_only_in_functions(two_ranks_per_test):
     s = shared(scipy.sparse.csr_matrix(np.diag([1.0, 2.0, 3.0])), "s")
     y = T.dmatrix("y")
     f = synk.function([y], (sparse.dot(y, s), "gather"), updates=[(s, s + s)], mode=INTERPRETED, name="f")
@@ -119,8 +116,7 @@ def test_sparse_shared_variables_only_in_functions(fork):
 
 
 @on_host
-def test_sparse_inputs_can_be_built_from_parts(fork):
-    fork(2)
+def test_sparse_inputs_can_be_built_from_parts(two_ranks_per_test):
     y, parts = T.dmatrix("y"), [T.dvector("data"), T.ivector("indices"), T.ivector("indptr"), T.ivector("shape")]
     f = synk.function([y], (sparse.dot(y, sparse.CSR(*parts)), "gather"), bcast_inputs=parts, mode=INTERPRETED)
     matrix = scipy.sparse.csr_matrix(np.diag([1.0, 0.0, 3.0]))
@@ -132,8 +128,7 @@ def test_sparse_inputs_can_be_built_from_parts(fork):
 # -- modes ------------------------------------------------------------------------------------------------------
 
 
-def test_function_refuses_unknown_modes(fork):
-    fork(2)
+def test_function_refuses_unknown_modes(two_ranks_per_test):
     x = T.dvector("x")
     with pytest.raises(ValueError, match=f"^mode: {NAME} has no mode 'NOPE'"):
         synk.function([x], x.sum(), mode="NOPE")
@@ -143,8 +138,7 @@ def test_function_refuses_unknown_modes(fork):
 
 @on_host
 @pytest.mark.parametrize("mode", ["NanGuardMode", NanGuardMode(True, True, True)], ids=["by name", "made"])
-def test_nan_guard_mode_checks_every_rank(fork, mode):
-    fork(2)
+def test_nan_guard_mode_checks_every_rank(mode, two_ranks_per_test):
     x = T.dvector("x")
     f = synk.function([x], (T.log(x).sum(), "sum"), mode=mode)
     assert f(np.ones(4)) == 0
@@ -153,8 +147,7 @@ def test_nan_guard_mode_checks_every_rank(fork, mode):
 
 
 @on_host
-def test_mode_with_user_functions_calls_the_masters(fork):
-    fork(2)
+def test_mode_with_user_functions_calls_the_masters(two_ranks_per_test):
     calls = []
     x = T.dvector("x")
     f = synk.function([x], (x.sum(), "sum"), mode=MonitorMode(post_func=lambda *arguments: calls.append(1)))

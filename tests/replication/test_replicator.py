@@ -63,8 +63,7 @@ def test_replicator_gives_a_shared_variable_one_key(fork, n):
     assert ranks.get_session().run(ListSharedKeys()) == [sorted([*keys, get_replicator().get_key(c)])] * n
 
 
-def test_replicator_shares_variables_between_graphs(fork):
-    fork(2)
+def test_replicator_shares_variables_between_graphs(two_ranks_per_test):
     w = shared(1.0, "w")
     f = synk.function([], (w, "gather"), updates=[(w, w + 1)])
     f()
@@ -75,8 +74,7 @@ def test_replicator_shares_variables_between_graphs(fork):
     assert len(ranks.get_session().run(ListSharedKeys())[1]) == 1
 
 
-def test_replicator_drops_collected_shared_variables(fork):
-    fork(2)
+def test_replicator_drops_collected_shared_variables(two_ranks_per_test):
     w, v = shared(np.ones(1000), "w"), shared(1.0, "v")
     f = synk.function([], ((w * v).sum(), "sum"))
     f()
@@ -90,8 +88,7 @@ def test_replicator_drops_collected_shared_variables(fork):
     np.testing.assert_array_equal(g(), [1, 1])
 
 
-def test_replicator_keeps_shared_variables_in_use(fork):
-    fork(2)
+def test_replicator_keeps_shared_variables_in_use(two_ranks_per_test):
     w = shared(2.0, "w")
     f = synk.function([], (w * 2, "gather"))
     del w
@@ -101,8 +98,7 @@ def test_replicator_keeps_shared_variables_in_use(fork):
     np.testing.assert_array_equal(f(), [4, 4])
 
 
-def test_replicator_keeps_nothing_alive(fork):
-    fork(2)
+def test_replicator_keeps_nothing_alive(two_ranks_per_test):
     w = shared(np.ones(3), "w")
     synk.function([], (w.sum(), "sum"))()
     reference = weakref.ref(w)
@@ -111,8 +107,7 @@ def test_replicator_keeps_nothing_alive(fork):
     assert reference() is None
 
 
-def test_replicator_sends_values_unchanged(fork):
-    fork(2)
+def test_replicator_sends_values_unchanged(two_ranks_per_test):
     values = [
         np.arange(6.0).reshape(2, 3),
         np.asfortranarray(np.arange(6.0).reshape(2, 3)),
@@ -129,8 +124,7 @@ def test_replicator_sends_values_unchanged(fork):
     assert described[1] == described[0] == [(f"s{i}", value.tolist()) for i, value in enumerate(values)]
 
 
-def test_replicator_copies_are_independent(fork):
-    fork(2)
+def test_replicator_copies_are_independent(two_ranks_per_test):
     value = np.arange(3.0)
     w = shared(value, "w", borrow=True)
     f = synk.function([], (w, "gather"))
@@ -139,8 +133,7 @@ def test_replicator_copies_are_independent(fork):
     np.testing.assert_array_equal(f()[3:], [0, 1, 2])
 
 
-def test_replicator_forgets_failed_sends(fork):
-    fork(2)
+def test_replicator_forgets_failed_sends(two_ranks_per_test):
     w = shared(1.0, "w")
     with raises(TypeError):
         get_replicator().send([(("extra", 1), threading.Lock())], [w])

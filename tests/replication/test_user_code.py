@@ -131,8 +131,7 @@ def test_user_code_with_a_redefined_class_is_sent_again(fork):
         del sys.modules[__name__].Again
 
 
-def test_user_op_from_an_unknown_folder_works(fork, write):
-    fork(2)
+def test_user_op_from_an_unknown_folder_works(write, two_ranks_per_test):
     module = importlib.import_module(write(factor=5.0))
     assert call_with_ones(make_gather_function(module.Scale())) == [10.0] * 5
 

@@ -16,8 +16,8 @@ from synkhronos.rules import elastic as elastic_rule
 from synkhronos.rules.rule import as_bfloat16
 from synkhronos.rules.state import FlatVariables
 
-# With XLA, as in conftest.py: 3 ranks cover all cases of 2.
-SIZES = [1, 3] if DEVICE == "jax" else [1, 2, 3, 4]
+# As in conftest.py, 3 ranks cover all cases of 2; 4 are a power of two, by which weights are halved exactly.
+SIZES = [1, 3] if DEVICE == "jax" else [1, 3, 4]
 D, STEPS, ETA = 7, 24, 0.1
 #: Values of the parameter `on_device`: whether variables are JAX arrays.
 ON_DEVICE = [False, True] if XLA else [False]
@@ -124,12 +124,6 @@ def test_easgd_synchronous_equals_its_formula(n_ranks, period, beta):
 def test_downpour_synchronous_equals_its_formula(n_ranks, period):
     trace = train(rules.Downpour(period, period, asynchronous=False), eta=ETA)[0]
     np.testing.assert_allclose(trace, oracle.downpour(*make_oracle_arguments(n_ranks), period), **CLOSE)
-
-
-def test_downpour_synchronous_scales_the_learning_rate(n_ranks):
-    trace = train(rules.Downpour(asynchronous=False), eta=ETA / 4)[0]
-    expected = oracle.bsp(n_ranks, make_problem(), X0, "sgd", n_ranks * ETA / 4, STEPS)
-    np.testing.assert_allclose(trace, [expected] * n_ranks, **CLOSE)
 
 
 def test_slowmo_equals_its_formula(n_ranks):
@@ -263,14 +257,6 @@ def test_base_rule_keeps_ranks_independent(n_ranks):
     trace = train(rules.Rule())[0]
     np.testing.assert_array_equal(
         trace, oracle.train(*make_oracle_arguments(n_ranks), lambda xs: xs, oracle.make_schedule(1))
-    )
-
-
-def test_asgd_of_one_rank_is_serial(n_ranks):
-    if n_ranks > 1:
-        pytest.skip("one rank")
-    np.testing.assert_array_equal(
-        train(rules.ASGD())[0], oracle.train(*make_oracle_arguments(1), lambda xs: xs, oracle.make_schedule(1))
     )
 
 

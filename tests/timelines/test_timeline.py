@@ -165,8 +165,7 @@ def test_death_of_a_worker_ends_the_timeline(step, tmp_path):
 
 
 @pytest.mark.skipif(not XLA, reason="JAX's profiler")
-def test_timeline_records_xla_computations(fork, tmp_path):
-    fork(2)
+def test_timeline_records_xla_computations(tmp_path, two_ranks_per_test):
     x = T.dmatrix("x")
     f = synk.function([x], (T.tanh(x.dot(x.T)).sum(), "sum"))
     float(f(np.ones((8, 30))))

@@ -138,8 +138,7 @@ def test_resume_accepts_other_learning_rates_and_periods(fork, tmp_path, before,
     assert report.seen == 120
 
 
-def test_resume_refuses_checkpoints_of_the_user(fork, tmp_path):
-    fork(2)
+def test_resume_refuses_checkpoints_of_the_user(tmp_path, two_ranks_per_test):
     trainer = build_trainer()
     path = Checkpoint(tmp_path).save(1, {"w": np.ones(3)}, {"epoch": 1})
     with pytest.raises(CheckpointError, match="rows-000000000001 is a checkpoint of a user, got a trainer"):

@@ -102,8 +102,7 @@ def test_resume_of_asynchronous_rules_uses_each_row_once(fork, tmp_path, check_e
     assert report.seen == ROWS and report.steps == ROWS // 2
 
 
-def test_signal_within_validation_defers_the_report(fork, tmp_path, check_each_step, monkeypatch):
-    fork(2)
+def test_signal_within_validation_defers_the_report(tmp_path, check_each_step, monkeypatch, two_ranks_per_test):
     checkpoint, valid = Checkpoint(tmp_path / "part"), (X[:30], Y[:30])
     whole = [report.to_record() for report in Model("LocalSGD").epochs(5, 2, valid=valid)]
     part = Model("LocalSGD")
@@ -125,8 +124,9 @@ def test_signal_within_validation_defers_the_report(fork, tmp_path, check_each_s
 
 
 @pytest.mark.parametrize("name", ["BSP", "LocalSGD"])
-def test_signal_within_validation_keeps_random_streams(fork, tmp_path, check_each_step, monkeypatch, name):
-    fork(2)
+def test_signal_within_validation_keeps_random_streams(
+    tmp_path, check_each_step, monkeypatch, name, two_ranks_per_test
+):
     whole = Model(name, noise=True)
     expected = [report.loss for report in whole.epochs(5, 3, valid=(X, Y))]
     add, calls = trainer_epoch_loop.MetricTotals.update, []
@@ -168,8 +168,7 @@ def test_signal_after_a_report_leaves_no_stale_checkpoint(fork, tmp_path, check_
     assert after["loss"] == losses[0] != before["loss"] and after["mse"] != before["mse"]
 
 
-def test_signal_handler_of_the_user_is_kept(fork, tmp_path, check_each_step):
-    fork(2)
+def test_signal_handler_of_the_user_is_kept(tmp_path, check_each_step, two_ranks_per_test):
     requests = []
     before = signal.signal(signal.SIGUSR1, lambda *_: requests.append(requested()))
     requested = stop_signals.get_requested_stop
@@ -181,8 +180,7 @@ def test_signal_handler_of_the_user_is_kept(fork, tmp_path, check_each_step):
     assert report.seen == ROWS and requests == [0]
 
 
-def test_signals_are_not_handled_without_checkpoints(fork):
-    fork(2)
+def test_signals_are_not_handled_without_checkpoints(two_ranks_per_test):
     reports = Model("LocalSGD").epochs(5, 2)
     next(reports)
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

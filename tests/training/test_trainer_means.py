@@ -21,8 +21,7 @@ T = tensor
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_trainer_reports_the_weighted_mean_loss(fork, tmp_path, name):
-    fork(2)
+def test_trainer_reports_the_weighted_mean_loss(tmp_path, name, two_ranks_per_test):
     make, update = ALL[name]
     kwargs = {"momentum": 0.5} if update is nesterov_momentum else {}
     model = MaskedModel()
@@ -61,8 +60,7 @@ def test_trainer_bsp_with_weight_equals_one_process(fork, average, precision):
         np.testing.assert_allclose(synk.gather(model.w), expected, rtol=1e-2 if precision else 1e-9)
 
 
-def test_trainer_rows_of_zero_weight_change_nothing(fork):
-    fork(2)
+def test_trainer_rows_of_zero_weight_change_nothing(two_ranks_per_test):
     model = MaskedModel()
     trainer = make_trainer(
         model.loss, [model.w], model.x, [model.y, model.mask], sgd, rules.LocalSGD(1), 0.1, weight=model.weight
@@ -208,8 +206,7 @@ def test_trainer_running_averages_equal_one_process(fork, name):
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name not in EACH_STEP])
-def test_trainer_report_averages_running_averages(fork, name):
-    fork(2)
+def test_trainer_report_averages_running_averages(name, two_ranks_per_test):
     make, update = ALL[name]
     kwargs = {"momentum": 0.5} if update is nesterov_momentum else {}
     model = Averaging(make(), update, **kwargs)
@@ -221,16 +218,14 @@ def test_trainer_report_averages_running_averages(fork, name):
     assert (gathered > 0.1).all() and (gathered < 2.5).all()
 
 
-def test_diloco_leaves_running_averages_within_range(fork):
-    fork(2)
+def test_diloco_leaves_running_averages_within_range(two_ranks_per_test):
     model = Averaging(rules.DiLoCo(1, lr=1.0, momentum=0.99))
     for _ in model.epochs(epochs=3 if XLA else 8):
         pass
     assert (model.average.get_value() < ROWS_X.max(axis=0)).all()
 
 
-def test_resume_restores_running_averages(fork, tmp_path):
-    fork(2)
+def test_resume_restores_running_averages(tmp_path, two_ranks_per_test):
     whole, first, second = (Averaging(rules.LocalSGD(2)) for _ in range(3))
     for _ in whole.epochs(epochs=3):
         pass

@@ -65,8 +65,7 @@ def test_rules_resize_states_to_other_numbers_of_ranks():
     assert [state["params"][0] for state in rules.ASGD().resize_states(ranks, 2)] == [9.0, 9.0]
 
 
-def test_resume_without_a_checkpoint_starts_anew(fork, tmp_path):
-    fork(2)
+def test_resume_without_a_checkpoint_starts_anew(tmp_path, two_ranks_per_test):
     model = Model("LocalSGD")
     reports = list(model.epochs(5, 1, checkpoint=Checkpoint(tmp_path), resume="latest"))
     assert [report.seen for report in reports] == [ROWS]
@@ -85,8 +84,7 @@ def test_resume_of_a_finished_training_trains_nothing(fork, tmp_path, name):
     np.testing.assert_allclose(model.values(), value, rtol=1e-14)
 
 
-def test_resume_after_early_stop_trains_nothing(fork, tmp_path):
-    fork(2)
+def test_resume_after_early_stop_trains_nothing(tmp_path, two_ranks_per_test):
     stops = {"valid": (X, Y), "patience": 1, "checkpoint": Checkpoint(tmp_path)}
     assert len(list(Model("BSP", rate=1e-300).epochs(5, 9, **stops))) == 2
     assert list(Model("BSP", rate=1e-300).epochs(5, 9, **stops, resume="latest")) == []
@@ -121,8 +119,7 @@ class Counts(rules.Rule):
 
 
 @pytest.mark.skipif(XLA, reason="the trainer's own bookkeeping, and XLA takes seconds to compile")
-def test_trainer_continues_after_an_error(fork):
-    fork(2)
+def test_trainer_continues_after_an_error(two_ranks_per_test):
     x, w = tensor.dmatrix("x"), shared(np.zeros(4), "w")
     trainer = make_trainer(tensor.dot(x, w).mean() * 0.0, [w], x, [], sgd, Counts())
     reports = trainer.epochs(X, [], 5, 2)
@@ -148,8 +145,7 @@ def get_steps(context, name):
 
 @pytest.mark.skipif(XLA, reason="the trainer's own bookkeeping, and XLA takes seconds to compile")
 @pytest.mark.parametrize("rule", [rules.LocalSGD(3), rules.SlowMo(3)], ids=lambda rule: type(rule).__name__)
-def test_trainer_interrupt_at_different_steps_restarts_the_epoch(fork, rule):
-    fork(2)
+def test_trainer_interrupt_at_different_steps_restarts_the_epoch(rule, two_ranks_per_test):
     x, w = tensor.dmatrix("x"), shared(np.zeros(4), "w")
     trainer = make_trainer(((tensor.dot(x, w) - 1) ** 2).mean(), [w], x, [], sgd, rule, 0.1)
     reports = trainer.epochs(X, [], 5, 3)
@@ -161,8 +157,7 @@ def test_trainer_interrupt_at_different_steps_restarts_the_epoch(fork, rule):
     assert places[0] == places[1] and places[0][0] == 2 * before + 1
 
 
-def test_resume_refuses_mixing_asynchronous_and_synchronous(fork, tmp_path):
-    fork(2)
+def test_resume_refuses_mixing_asynchronous_and_synchronous(tmp_path, two_ranks_per_test):
     x, w = tensor.dmatrix("x"), shared(np.zeros(4), "w")
 
     def trainer(asynchronous):
@@ -176,16 +171,14 @@ def test_resume_refuses_mixing_asynchronous_and_synchronous(fork, tmp_path):
         list(trainer(True).epochs(X, [], 5, 2, resume=Checkpoint(tmp_path).list_paths()[0]))
 
 
-def test_early_stop_uses_only_validation(fork, tmp_path):
-    fork(2)
+def test_early_stop_uses_only_validation(tmp_path, two_ranks_per_test):
     keep = {"checkpoint": Checkpoint(tmp_path)}
     assert len(list(Model("BSP", rate=1e-300).epochs(5, 3, **keep))) == 3  # without validation, and no epoch is better
     stops = {"valid": (X, Y), "patience": 1, "resume": "latest"}
     assert len(list(Model("BSP", rate=1e-300).epochs(5, 9, **keep, **stops))) == 2
 
 
-def test_early_stop_with_a_renamed_metric_starts_anew(fork, tmp_path):
-    fork(2)
+def test_early_stop_with_a_renamed_metric_starts_anew(tmp_path, two_ranks_per_test):
     x, w = tensor.dmatrix("x"), shared(np.zeros(4), "w")
     loss = ((tensor.dot(x, w) - 1) ** 2).mean()
 
@@ -294,8 +287,7 @@ def test_reported_learning_rate_is_of_a_stepping_rank():
 
 
 @pytest.mark.parametrize("name", ["BSP", "LocalSGD"])
-def test_learning_rates_follow_the_schedule(fork, tmp_path, name):
-    fork(2)
+def test_learning_rates_follow_the_schedule(tmp_path, name, two_ranks_per_test):
     schedule = schedules.steps(0.1, {1: 0.1})
     recorder = Recorder(tmp_path, every=1)
     reports = list(Model(name, rate=schedule).epochs(5, 2, recorder=recorder))
@@ -306,8 +298,7 @@ def test_learning_rates_follow_the_schedule(fork, tmp_path, name):
 
 @pytest.mark.parametrize("n_good_epochs", [0, 1])
 @pytest.mark.parametrize("name", ["BSP", "LocalSGD"])
-def test_nan_loss_stops_before_a_checkpoint(fork, tmp_path, name, n_good_epochs):
-    fork(2)
+def test_nan_loss_stops_before_a_checkpoint(tmp_path, name, n_good_epochs, two_ranks_per_test):
     checkpoint, seen = Checkpoint(tmp_path), []
     rate = schedules.steps(0.05, {1: 1e200}) if n_good_epochs else 1e200
     with (
@@ -323,8 +314,7 @@ def test_nan_loss_stops_before_a_checkpoint(fork, tmp_path, name, n_good_epochs)
 
 
 @pytest.mark.parametrize("name", ["BSP", "LocalSGD"])
-def test_trainer_names_a_nan_row(fork, name):
-    fork(2)
+def test_trainer_names_a_nan_row(name, two_ranks_per_test):
     row_numbers, x, y = np.arange(ROWS), X.copy(), Y.copy()
     x[[17, 40], 2], y[23] = np.nan, -np.inf
     for (inputs, targets, valid), words in (
@@ -347,8 +337,7 @@ def test_trainer_names_a_nan_row(fork, name):
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name in ("BSP", "LocalSGD", "EASGD")])
-def test_recorder_has_lines_of_each_rank(fork, tmp_path, name):
-    fork(2)
+def test_recorder_has_lines_of_each_rank(tmp_path, name, two_ranks_per_test):
     reports = []
 
     class Mine:
@@ -382,8 +371,7 @@ def test_losses_are_summed_in_step_order(fork, tmp_path, name):
         assert line["loss"] == (first + second + third) / 3  # since Python 3.12, sum() rounds otherwise
 
 
-def test_resume_truncates_records(fork, tmp_path):
-    fork(2)
+def test_resume_truncates_records(tmp_path, two_ranks_per_test):
     checkpoint, recorder = Checkpoint(tmp_path / "c", every=2), Recorder(tmp_path / "r", every=1)
     list(Model("LocalSGD").epochs(5, 3, checkpoint=checkpoint, recorder=recorder))
     paths = checkpoint.list_paths()
@@ -394,8 +382,7 @@ def test_resume_truncates_records(fork, tmp_path):
     assert sum(line["rows"] for name, lines in files.items() if name != "reports" for line in lines) == 3 * ROWS
 
 
-def test_excluded_parameters_stay_local(fork):
-    fork(2)
+def test_excluded_parameters_stay_local(two_ranks_per_test):
     ALL["own bias"] = (lambda: rules.LocalSGD(1, exclude=lambda p: p.name == "b"), sgd)
     try:
         model = Model("own bias")
@@ -424,8 +411,7 @@ def test_checkpoint_folder_is_locked_by_a_trainer(fork, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["BSP", "LocalSGD", "EASGD"] if not XLA else ["LocalSGD"])
-def test_data_may_have_other_lengths_in_each_epoch(fork, tmp_path, name):
-    fork(2)
+def test_data_may_have_other_lengths_in_each_epoch(tmp_path, name, two_ranks_per_test):
     model = Model(name)
     lengths, numbers_seen = [31, 47, 60, 17], []
     for epoch, n in enumerate(lengths, 1):
@@ -436,8 +422,7 @@ def test_data_may_have_other_lengths_in_each_epoch(fork, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["BSP", "EASGD"] if not XLA else ["LocalSGD"])
-def test_data_that_grow_between_two_reports(fork, name):
-    fork(2)
+def test_data_that_grow_between_two_reports(name, two_ranks_per_test):
     model = Model(name)
     x, y, numbers = synk.data(X[:30]), synk.data(Y[:30]), synk.data(np.arange(30))
     epochs = model.trainer.epochs(x, [y, numbers], 5, 3, every=2)
@@ -451,8 +436,7 @@ def test_data_that_grow_between_two_reports(fork, name):
         next(epochs)
 
 
-def test_data_that_grow_resume_at_the_end_of_an_epoch(fork, tmp_path):
-    fork(2)
+def test_data_that_grow_resume_at_the_end_of_an_epoch(tmp_path, two_ranks_per_test):
     model, checkpoint = Model("LocalSGD"), Checkpoint(tmp_path, keep=9)
     list(model.epochs(5, 1, rows=40, every=3, checkpoint=checkpoint))
     within, end = checkpoint.list_paths()
@@ -464,8 +448,7 @@ def test_data_that_grow_resume_at_the_end_of_an_epoch(fork, tmp_path):
             next(Model("LocalSGD").epochs(5, 2, **options, resume=path))
 
 
-def test_data_of_an_unfinished_epoch_must_not_change(fork):
-    fork(2)
+def test_data_of_an_unfinished_epoch_must_not_change(two_ranks_per_test):
     model = Model("LocalSGD")
     next(model.epochs(5, 1, every=2))
     for options in ({"rows": 40}, {"seed": 1}):

@@ -47,8 +47,7 @@ def compute_clipped_steps(steps, rho=0.0):
 
 
 @pytest.mark.parametrize(("formula", "rho"), [(clipped, 0.0), (clipped_mean, 0.9)])
-def test_own_update_rule_trains_on_all_ranks(fork, formula, rho):
-    fork(2)
+def test_own_update_rule_trains_on_all_ranks(formula, rho, two_ranks_per_test):
     for make in (make_train_function, make_train_function_serial):
         x, y, w, loss = make_model()
         train = make(loss, [w], x, y, formula)

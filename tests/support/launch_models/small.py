@@ -28,16 +28,6 @@ class Line(Model):
         return [x[:120], y[:120]], [x[120:], y[120:]]
 
 
-class Frozen(Line):
-    """Learns nothing after its first epoch."""
-
-    def updates(self, loss, params, learning_rate):
-        return build_local_updates(sgd(loss, params, learning_rate=learning_rate))
-
-    def adjust_hyperp(self, epoch):
-        self.shared_lr.set_value(0.0)
-
-
 class Masked(Line):
     """A mean over the numbers that a mask selects, none in some batches; learns nothing to speak of."""
 
