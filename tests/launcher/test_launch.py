@@ -47,10 +47,10 @@ def test_launch_trains_a_theano_mpi_class(tmp_path, rule):
     assert [array.shape for array in np.load(folder / "params.npz").values()] == [(5, 8), (8,), (8, 2)]
 
 
-def test_launch_leaves_mpi_initialization_to_the_class(tmp_path, monkeypatch):
+def test_launch_leaves_mpi_initialization_to_the_class(tmp_path):
     pytest.importorskip("mpi4py")
-    monkeypatch.setitem(ENVIRONMENT, "MPI4PY_RC_INITIALIZE", "1")  # mpi4py's default, which the other tests disable
-    train(tmp_path, "UsesMpi", epochs=1)
+    # mpi4py's default, which the other tests disable
+    train(tmp_path, "UsesMpi", epochs=1, environment={"MPI4PY_RC_INITIALIZE": "1"})
     for rank in (0, 1):
         assert "imported before: False size: 1 sum: 3" in (tmp_path / f"rank-{rank}.log").read_text()
 

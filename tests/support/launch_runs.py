@@ -1,19 +1,25 @@
 """Runs of the launcher in new processes."""
 
+import atexit
 import contextlib
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 from library import UNCOMPILED
 from paths import ROOT, SUPPORT
 from system import is_alive
 
 from synkhronos.__main__ import main
+from synkhronos.launcher.rank import master_process
+from synkhronos.launcher.supervision import supervisor
 
 ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if not name.startswith("SYNKHRONOS_")},
@@ -29,8 +35,8 @@ def make_synkhronos_command(*arguments):
 def run(*arguments, status=0, cwd=None, new=False, **environment):
     """Run a command of the library, and check its exit status.
 
-    A run of ``train`` is a copy of this process, unless it is to be `new` or has an environment of its own: imports
-    would take a third of its time.
+    A run of ``train``, and its rank 0, are copies of this process, unless it is to be `new` or has an environment of its
+    own: imports would take most of its time.
     """
     command = make_synkhronos_command(*arguments)
     if arguments[0] == "train" and not (new or environment):
@@ -62,14 +68,57 @@ def _run_copy(command, cwd):
 
 def _run_main(command, cwd, output, errors):
     """Run a command in this process, with these files as its output and with the environment of a new process."""
-    os.dup2(output.fileno(), 1)
-    os.dup2(errors.fileno(), 2)
-    sys.stdout, sys.stderr = (open(fd, "w", closefd=False) for fd in (1, 2))  # in place of pytest's
-    os.environ.clear()
-    os.environ.update(ENVIRONMENT)
+    _set_process_state(output.fileno(), errors.fileno(), ENVIRONMENT)
     os.chdir(cwd or ".")
     sys.path.insert(0, os.getcwd())
+    supervisor.subprocess = SimpleNamespace(Popen=MasterCopy, DEVNULL=subprocess.DEVNULL)
     main(command[3:])
+
+
+def _set_process_state(output, errors, environment):
+    """Give a copy of a process the standard streams and the environment of a new process."""
+    os.dup2(output, 1)
+    os.dup2(errors, 2)
+    sys.stdout, sys.stderr = (open(fd, "w", closefd=False) for fd in (1, 2))  # in place of pytest's
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+class MasterCopy:
+    """Rank 0 in a copy of its supervisor's process, with what the supervisor calls of `subprocess.Popen`."""
+
+    def __init__(self, command, env, stdout, **options):
+        run_master = multiprocessing.get_context("fork").Process(target=_run_master, args=(command[-2:], env, stdout))
+        run_master.start()
+        self._process, self.pid = run_master, run_master.pid
+        while os.getpgid(self.pid) != self.pid and self.poll() is None:  # the supervisor may kill the group at once
+            time.sleep(0.001)
+
+    def poll(self):
+        return self._process.exitcode
+
+    returncode = property(poll)
+
+    def wait(self):
+        self._process.join()
+        return self.returncode
+
+    def send_signal(self, number):
+        os.kill(self.pid, number)
+
+
+def _run_master(arguments, environment, output):
+    """Run rank 0 in this process, with the signal handlers and the exit functions of a new process."""
+    os.setsid()
+    for number in {signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _set_process_state(output, output, environment)
+    atexit._clear()
+    try:
+        sys.exit(master_process.main(arguments[0], master_process.MasterArguments.from_json(arguments[1])))
+    finally:
+        atexit._run_exitfuncs()
 
 
 def train(folder, model="MLP", *arguments, status=0, environment=None, **settings):
