@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import pickle
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -15,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from synkhronos.casts import NUMBER_KINDS, check_cast, check_dense
-from synkhronos.graph_libraries.value_access import ValueAccess
 from synkhronos.variable_types import CompiledFunction, Mode, SharedVariable, Variable
 
 
@@ -75,7 +76,7 @@ def make_key_files_atomic(key_data_class: Any) -> None:
     key_data_class.save_pkl = save_pkl
 
 
-class GraphLibrary(ValueAccess):
+class GraphLibrary(ABC):
     """A graph library: PyTensor or Theano.
 
     The methods `function`, `shared`, `grad`, `clone` and `filter` call the library's functions of these names.
@@ -174,7 +175,7 @@ class GraphLibrary(ValueAccess):
         """Whether the first call of a function writes the compiled code to a cache on disk."""
         return True
 
-    def compile_now(self, function: CompiledFunction) -> None:
+    def compile_now(self, function: CompiledFunction) -> None:  # noqa: B027 - only Numba compiles later
         """Compile a function without inputs for the values of its shared variables, before its first call."""
 
     def sort_nodes(self, variables: Sequence[Variable]) -> list[Any]:
@@ -221,6 +222,43 @@ class GraphLibrary(ValueAccess):
         return list(shareds.values())
 
     # -- values ----------------------------------------------------------------------------------------------
+
+    def borrow_value(self, shared: SharedVariable) -> Any:
+        """Return a shared variable's value without a copy: an array, or a random generator."""
+        return shared.container.storage[0]
+
+    def store_value(self, shared: SharedVariable, value: Any) -> None:
+        """Set a shared variable's value, without a copy where the type allows it."""
+        if isinstance(value, np.ndarray):
+            shared.container.value = value
+        else:  # the type's filter might copy an array of a device to host memory
+            shared.container.storage[0] = value
+
+    @abstractmethod
+    def is_generator(self, shared: SharedVariable) -> bool:
+        """Whether a shared variable holds the state of a random number generator."""
+
+    @abstractmethod
+    def check_generator(self, shared: SharedVariable, generator: Any, must_jump: bool) -> None:
+        """Raise TypeError or ValueError if a variable can't hold a generator, or if it has to jump and can't."""
+
+    def copy_generator(self, shared: SharedVariable) -> Any:
+        """Return a copy of a random generator at its current position in the stream."""
+        return copy.deepcopy(self.borrow_value(shared))
+
+    def track_generators(self, function: CompiledFunction) -> None:  # noqa: B027 - Theano's are shared
+        """Record the generators in a function that the user compiled, for `copy_generator` and `set_generator`."""
+
+    def set_generator(self, shared: SharedVariable, generator: Any) -> None:
+        """Set a random generator's state."""
+        self.store_value(shared, generator)
+
+    @abstractmethod
+    def jump_generator(self, generator: Any, n_jumps: int) -> Any:
+        """Return a generator that is ``n_jumps`` jumps ahead.  Streams that are a jump apart do not overlap.
+
+        A jump (NumPy's ``jumped``) is 2**127 draws long for PCG64, and 2**128 for MT19937 and Philox.
+        """
 
     def filter(
         self, variable_type: Any, value: Any, strict: bool = False, allow_downcast: bool | None = None

@@ -24,7 +24,6 @@ import numpy as np
 
 from synkhronos.hosts import mpirun
 from synkhronos.hosts.host_list import Host, compute_ranks_by_host, describe_host, find_host
-from synkhronos.hosts.page_table import RowIndexes, SegmentAccess
 from synkhronos.hosts.pipes import LinkMemory
 from synkhronos.ranks import ArrayLocation, Command, RowAccess
 from synkhronos.ranks.child_process import JOB_SIGNALS
@@ -250,17 +249,17 @@ class MpiLink(Link):
         """Return the pickled plan: the rows that each other host reads, the segments to drop, a program's memory."""
         released = command.released if isinstance(command, Release) else []
         dropped = [key for kind, key in released if kind == "segment"]
-        accesses_by_host: list[list[SegmentAccess]] = []
+        accesses_by_host: list[list[RowAccess]] = []
         for name, ranks in zip(self.host_names, self.ranks_by_host, strict=True):
             accesses_by_host.append([])
             for access in find_nested_row_accesses((command, command_location), self.size, ranks):
                 local_rows = access.array.find_local_rows(self.size, ranks)
                 if local_rows is None:
-                    accesses_by_host[-1].append(_to_segment_access(access))
+                    accesses_by_host[-1].append(access)
                     continue
                 _check_rows_are_local(access, local_rows, segments, describe_host(name, ranks))
                 if isinstance(access.rows, ArrayLocation):
-                    accesses_by_host[-1].append(_to_segment_access(RowAccess(access.rows)))
+                    accesses_by_host[-1].append(RowAccess(access.rows))
         program_memory = command.program_memory
         plan = pickle.dumps((accesses_by_host[1:], dropped, program_memory), pickle.HIGHEST_PROTOCOL)
         if len(plan) > self.max_plan_nbytes:
@@ -469,21 +468,6 @@ def _list_forkable_modules() -> list[str]:
         and "jax" not in name  # whose threads a fork would lack
         and module.__name__ == name  # not PyTensor under Theano's names
     ]
-
-
-def _to_segment_access(access: RowAccess) -> SegmentAccess:
-    """Return the access as bytes of a segment."""
-    array, rows, first_row = access
-    itemsize = np.dtype(array.dtype).itemsize
-    if rows is None or not array.shape:
-        return SegmentAccess(array.key, array.offset, 1, (0, int(np.prod(array.shape)) * itemsize, 1), None)
-    row_nbytes = int(np.prod(array.shape[1:])) * itemsize
-    if isinstance(rows, range):
-        return SegmentAccess(
-            array.key, array.offset, row_nbytes, (rows.start - first_row, rows.stop - first_row, rows.step), None
-        )
-    indexes = RowIndexes(rows.key, rows.offset, rows.shape[0], first_row)
-    return SegmentAccess(array.key, array.offset, row_nbytes, None, indexes)
 
 
 def _check_rows_are_local(access: RowAccess, local_rows: range, segments: SegmentTable, description: str) -> None:

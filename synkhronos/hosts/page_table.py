@@ -8,39 +8,17 @@ command.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
-from synkhronos.ranks.segments import Segment
+from synkhronos.ranks import ArrayLocation, RowAccess, Segment
 
 #: Number of bytes of a page, the unit in which memory is compared and sent.
 PAGE_NBYTES = 4096
 #: Number of pages compared at a time.
 _PAGES_PER_COMPARISON = 1024
-
-
-class RowIndexes(NamedTuple):
-    """Row indexes of dtype int64 in a segment, from byte ``offset`` on; ``first_row`` is subtracted from each."""
-
-    key: int
-    offset: int
-    n_indexes: int
-    first_row: int
-
-
-class SegmentAccess(NamedTuple):
-    """Rows of a segment that a host reads, from byte ``offset`` on: an entry of the master's plan.
-
-    ``rows`` are start, stop and step of a range; None if there are ``indexes``.
-    """
-
-    key: int
-    offset: int
-    row_nbytes: int
-    rows: tuple[int, int, int] | None
-    indexes: RowIndexes | None
 
 
 class PageTable:
@@ -108,25 +86,26 @@ def view_pages(segment: Segment) -> np.ndarray:
     return np.frombuffer(segment.buffer, np.uint8).reshape(-1, PAGE_NBYTES)
 
 
-def find_pages(accesses: Iterable[SegmentAccess], memory: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
+def find_pages(accesses: Iterable[RowAccess], memory: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
     """Return the sorted numbers of the accessed pages, by segment; row indexes are read from ``memory``."""
     pages_by_segment: dict[int, list[np.ndarray]] = {}
-    for access in accesses:
-        if access.indexes is not None:
-            key, start, count, first_row = access.indexes
-            pages_by_segment.setdefault(key, []).append(_find_page_range(start, start + 8 * count))
-            index = memory[key].reshape(-1)[start : start + 8 * count].view(np.int64) - first_row
-            pages_by_segment.setdefault(access.key, []).append(_find_row_pages(access, index))
-        elif access.rows is not None:
-            rows = range(*access.rows)
-            if rows and abs(rows.step) == 1:
-                low, high = sorted((rows[0], rows[-1]))  # min() would iterate over the range
-                pages = _find_page_range(
-                    access.offset + low * access.row_nbytes, access.offset + (high + 1) * access.row_nbytes
-                )
-            else:
-                pages = _find_row_pages(access, np.arange(*access.rows))
-            pages_by_segment.setdefault(access.key, []).append(pages)
+    for array, rows, first_row in accesses:
+        itemsize = np.dtype(array.dtype).itemsize
+        row_nbytes = math.prod(array.shape[1:]) * itemsize
+        if rows is None or not array.shape:
+            pages = _find_page_range(array.offset, array.offset + math.prod(array.shape) * itemsize)
+        elif isinstance(rows, ArrayLocation):
+            start, stop = rows.offset, rows.offset + 8 * rows.shape[0]
+            pages_by_segment.setdefault(rows.key, []).append(_find_page_range(start, stop))
+            index = memory[rows.key].reshape(-1)[start:stop].view(np.int64) - first_row
+            pages = _find_row_pages(array.offset, row_nbytes, index)
+        elif rows and abs(rows.step) == 1:
+            low, high = sorted((rows[0] - first_row, rows[-1] - first_row))  # min() would iterate over the range
+            pages = _find_page_range(array.offset + low * row_nbytes, array.offset + (high + 1) * row_nbytes)
+        else:
+            index = np.arange(rows.start, rows.stop, rows.step) - first_row
+            pages = _find_row_pages(array.offset, row_nbytes, index)
+        pages_by_segment.setdefault(array.key, []).append(pages)
     # A segment that is not in ``memory`` is a user's file, which every host has.
     return {key: np.unique(np.concatenate(pages)) for key, pages in pages_by_segment.items() if key in memory}
 
@@ -136,11 +115,11 @@ def _find_page_range(start: int, stop: int) -> np.ndarray:
     return np.arange(start // PAGE_NBYTES, -(-stop // PAGE_NBYTES)) if stop > start else np.arange(0)
 
 
-def _find_row_pages(access: SegmentAccess, index: np.ndarray) -> np.ndarray:
-    """Return the numbers of the pages that rows overlap, with repetitions."""
-    if not index.size or not access.row_nbytes:
+def _find_row_pages(offset: int, row_nbytes: int, index: np.ndarray) -> np.ndarray:
+    """Return the numbers of the pages that rows of an array at byte ``offset`` overlap, with repetitions."""
+    if not index.size or not row_nbytes:
         return np.arange(0)
-    first_pages = (access.offset + index * access.row_nbytes) // PAGE_NBYTES
-    last_pages = (access.offset + (index + 1) * access.row_nbytes - 1) // PAGE_NBYTES
+    first_pages = (offset + index * row_nbytes) // PAGE_NBYTES
+    last_pages = (offset + (index + 1) * row_nbytes - 1) // PAGE_NBYTES
     max_pages_per_row = int((last_pages - first_pages).max()) + 1
     return np.minimum(first_pages[:, None] + np.arange(max_pages_per_row), last_pages[:, None]).reshape(-1)

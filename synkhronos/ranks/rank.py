@@ -17,7 +17,8 @@ from synkhronos.containers import BoundedCache
 from synkhronos.ranks.agreement import BARRIER_BITS, MAX_BARRIERS
 from synkhronos.ranks.command_barriers import CommandBarriers
 from synkhronos.ranks.control_memory import SLOT_NBYTES, ControlMemory
-from synkhronos.ranks.errors import Cancelled
+from synkhronos.ranks.errors import Cancelled, WorkerError
+from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.pending_operation import PendingOperations
 from synkhronos.ranks.segments import SegmentTable
 from synkhronos.ranks.thread_limit import ThreadLimit
@@ -206,6 +207,34 @@ class Rank:
     def barrier(self) -> None:
         """Return when every rank has arrived at this barrier; raise `Cancelled` if a rank failed in this command."""
         self.barriers.wait_at_next()
+
+    def run_on_all_or_no_rank(self, operation: Callable[[], T], is_collective: bool) -> T:
+        """Run an operation on all ranks, even if a signal's handler raises an exception in the master, or on none.
+
+        All ranks call it, after work that a handler may interrupt.  An operation is collective if ranks wait for each
+        other in it.
+        """
+        if self.size == 1:
+            return operation()
+        with defer_signals() as signals:
+            barrier_number, interrupt = self.barriers.next_number, None
+            try:
+                # A command that has failed can't run a collective operation, so then the wait for a late peer goes on.
+                self.barriers.wait_at_next(None if is_collective else signals.stop_deferring_if_late)
+            except WorkerError:  # a worker has died
+                raise
+            except BaseException as error:
+                if not isinstance(error, Cancelled):  # a handler has raised it, as a peer is late
+                    interrupt = error
+                    self.barriers.fail_command()
+                if not self.barriers.wait_and_check_reached(barrier_number):
+                    raise
+            result = operation()
+            if is_collective:
+                self.barrier()  # the master may only fail once no other rank waits for a peer
+            if interrupt is not None:
+                raise interrupt
+            return result
 
     def raise_common_error(self, error: Exception) -> NoReturn:
         """Raise an error that all ranks have found at the same point: itself in the master, `Cancelled` in workers.

@@ -28,9 +28,10 @@ from synkhronos.hosts.host_list import Host, parse_hosts
 from synkhronos.hosts.messenger import MessageType
 from synkhronos.hosts.mpi_link import MpiLink
 from synkhronos.hosts.mpirun import find_lost_hosts
-from synkhronos.hosts.page_table import PAGE_NBYTES, PageTable, RowIndexes, SegmentAccess, find_pages
+from synkhronos.hosts.page_table import PAGE_NBYTES, PageTable, find_pages
 from synkhronos.hosts.pipes import FAILURE_NBYTES, FRAME_NBYTES, N_FRAMES, LinkMemory
 from synkhronos.hosts.program_agent import ProgramAgent
+from synkhronos.ranks import ArrayLocation, RowAccess
 from synkhronos.ranks.control_memory import ControlMemory
 from synkhronos.ranks.errors import Death, StartError
 
@@ -468,7 +469,8 @@ def test_pull_sends_read_data_to_other_hosts(data):
         needed, expected = [], []
         for _ in hosts:
             rows = data.draw(st.one_of(st.none(), ROWS))
-            read = SegmentAccess(1, 0, row, rows, None if rows is not None else RowIndexes(2, 0, len(indexes), 0))
+            selected = ArrayLocation(2, "<i8", (len(indexes),)) if rows is None else range(*rows)
+            read = RowAccess(ArrayLocation(1, "u1", (60, row)), selected)
             needed.append(find_pages([read], paged))
             expected.append(list(range(*rows)) if rows is not None else indexes.tolist())
         for host, pages, rows in zip(hosts, contents.pop_missing_pages(needed), expected, strict=True):
@@ -537,11 +539,10 @@ def test_agent_reports_missing_memory(monkeypatch):
 def test_find_pages_of_a_range_lists_no_row_numbers():
     rows = 1 << 40
     memory = {1: np.broadcast_to(np.uint8(0), rows)}
-    for span in ((rows - 2 * PAGE_NBYTES, rows, 1), (rows - 1, rows - 2 * PAGE_NBYTES - 1, -1)):
-        assert find_pages([SegmentAccess(1, 0, 1, span, None)], memory)[1].tolist() == [
-            rows // PAGE_NBYTES - 2,
-            rows // PAGE_NBYTES - 1,
-        ]
+    array = ArrayLocation(1, "u1", (rows,))
+    for span in (range(rows - 2 * PAGE_NBYTES, rows), range(rows - 1, rows - 2 * PAGE_NBYTES - 1, -1)):
+        pages = find_pages([RowAccess(array, span)], memory)[1]
+        assert pages.tolist() == [rows // PAGE_NBYTES - 2, rows // PAGE_NBYTES - 1]
     began = time.process_time()
-    assert len(find_pages([SegmentAccess(1, 0, 1, (0, 1 << 28, 1), None)], memory)[1]) == (1 << 28) // PAGE_NBYTES
+    assert len(find_pages([RowAccess(array, range(1 << 28))], memory)[1]) == (1 << 28) // PAGE_NBYTES
     assert time.process_time() - began < 1

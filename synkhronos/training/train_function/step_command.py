@@ -11,7 +11,7 @@ fuse the three parts runs it in one launch, which may repeat it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,12 +27,8 @@ from synkhronos.engines import GradientExchange, Runner, StepShards
 from synkhronos.function.call import Call, RankCall
 from synkhronos.graph_libraries import get_library
 from synkhronos.graph_libraries.library import CompileOrder
-from synkhronos.ranks import Command, Rank, WorkerError
-from synkhronos.ranks.errors import Cancelled
-from synkhronos.ranks.interrupts import defer_signals
+from synkhronos.ranks import Command, Rank
 from synkhronos.variable_types import Array, SharedVariable
-
-T = TypeVar("T")
 
 
 class _StepCommandFields(NamedTuple):
@@ -101,7 +97,7 @@ class StepCommand(_StepCommandFields, Command):
                 plan = self.all_reduce.agree_on_plan(rank)
                 plan.all_reduce(rank, self.op)
                 plan.wait_until_started(rank)
-        return loss, run_on_all_or_no_rank(rank, update.run, self.update.needs_compile)
+        return loss, rank.run_on_all_or_no_rank(update.run, self.update.needs_compile)
 
     @property
     def op(self) -> str:
@@ -229,7 +225,7 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
                 reduce_scatter_rows(rank, *variables, self.op)
                 if self.gathers_gradient:
                     all_gather_rows(rank, *variables)
-            run_on_all_or_no_rank(rank, update, is_collective=True)
+            rank.run_on_all_or_no_rank(update, is_collective=True)
             return outputs
 
         if self.n_steps == 1:
@@ -270,35 +266,6 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
         library = get_library(shared)
         library.store_value(shared, get_array_device(library.borrow_value(shared)).from_numpy(np.asarray(rank.number)))
         numbered.add(key)
-
-
-def run_on_all_or_no_rank(rank: Rank, operation: Callable[[], T], is_collective: bool) -> T:
-    """Run an operation on all ranks, even if a signal's handler raises an exception in the master, or on none.
-
-    All ranks call it, after work that a handler may interrupt.  An operation is collective if ranks wait for each other
-    in it.
-    """
-    if rank.size == 1:
-        return operation()
-    with defer_signals() as signals:
-        barrier_number, interrupt = rank.barriers.next_number, None
-        try:
-            # A command that has failed can't run a collective operation, so then the wait for a late peer goes on.
-            rank.barriers.wait_at_next(None if is_collective else signals.stop_deferring_if_late)
-        except WorkerError:  # a worker has died
-            raise
-        except BaseException as error:
-            if not isinstance(error, Cancelled):  # a handler has raised it, as a peer is late
-                interrupt = error
-                rank.barriers.fail_command()
-            if not rank.barriers.wait_and_check_reached(barrier_number):
-                raise
-        result = operation()
-        if is_collective:
-            rank.barrier()  # the master may only fail once no other rank waits for a peer
-        if interrupt is not None:
-            raise interrupt
-        return result
 
 
 def reduce_scatter_rows(rank: Rank, matrix: SharedVariable, row: SharedVariable, op: str) -> None:
