@@ -17,8 +17,10 @@ from synkhronos.devices.cuda.cuda_device import CudaDevice
 from synkhronos.devices.jax import nccl_handlers
 from synkhronos.devices.jax.compute_stream import ComputeStream, find_compute_stream
 from synkhronos.devices.jax.scalar_log import LogEntry
+from synkhronos.devices.jax.xla_communicator import XlaCommunicator
 from synkhronos.devices.reduce_op import ReduceOp
 from synkhronos.patching import set_environment
+from synkhronos.ranks import Rank
 from synkhronos.variable_types import Array
 
 
@@ -77,6 +79,10 @@ class JaxDevice(CudaDevice):
     @cached_property
     def _compute_stream(self) -> ComputeStream | None:
         return find_compute_stream()
+
+    def get_communicator(self, rank: Rank) -> XlaCommunicator:
+        """Return a rank's communicator between GPUs, always the same object."""
+        return rank.registry.get_or_create(XlaCommunicator, lambda: XlaCommunicator(rank, self.staging))
 
     def can_reduce_in_launch(self, dtype: np.dtype) -> bool:
         """Whether the communicator can reduce arrays of a dtype in the middle of a launch."""

@@ -17,9 +17,9 @@ import synkhronos as synk
 from synkhronos import devices, ranks
 from synkhronos.data.data_access import get_array_location
 from synkhronos.devices import JAX, PYGPU, cuda
-from synkhronos.devices.cuda.nccl import BufferSpan, NcclCommunicator
 from synkhronos.devices.cuda.nccl_group import NcclGroupCommunicator
 from synkhronos.devices.cuda.staging import Staging, _PinnedMemory
+from synkhronos.devices.jax.xla_communicator import BufferSpan, XlaCommunicator
 from synkhronos.engines.xla.fused_runner import NcclCollectiveLauncher
 from synkhronos.patching import set_environment
 from synkhronos.ranks import Cancelled
@@ -179,14 +179,14 @@ def connected(monkeypatch):
         }.items():
             monkeypatch.setitem(sys.modules, name, module)
         sys.modules["nccl.bindings"].nccl = gpu
-        communicator = NcclCommunicator(gpu, gpu)
+        communicator = XlaCommunicator(gpu, gpu)
         connection = communicator._connection
         connection._comm, connection._handle, connection.generation = gpu, 1, 1
         communicators.append(communicator)
         return communicator, gpu
 
-    for module in ("nccl", "nccl_connection"):
-        monkeypatch.setattr(f"synkhronos.devices.cuda.{module}.check_result", lambda results: None)
+    for module in ("cuda.nccl", "cuda.nccl_connection", "jax.xla_communicator"):
+        monkeypatch.setattr(f"synkhronos.devices.{module}.check_result", lambda results: None)
     yield connect
     for communicator in communicators:
         communicator._watchdog.close()

@@ -18,6 +18,7 @@ import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.devices import JAX
 from synkhronos.devices.cuda.nccl import NcclCommunicator
+from synkhronos.devices.jax.xla_communicator import XlaCommunicator
 from synkhronos.engines.xla import traced_exchange
 from synkhronos.engines.xla.executable import Executable
 from synkhronos.ranks import Command, Rank
@@ -232,16 +233,16 @@ class FailNthAllReduce(Command):
         if JAX.nccl_caller != "python":
             self.replace_nccl(rank)
             return
-        reduce, left = NcclCommunicator.launch_on_xla_stream, [self.count]
+        reduce, left = XlaCommunicator.launch_on_xla_stream, [self.count]
 
         def fail_nth(*arguments):
             left[0] -= 1
             if left[0]:
                 return reduce(*arguments)
-            NcclCommunicator.launch_on_xla_stream = reduce
+            XlaCommunicator.launch_on_xla_stream = reduce
             raise ArithmeticError("the sum is odd")
 
-        NcclCommunicator.launch_on_xla_stream = fail_nth
+        XlaCommunicator.launch_on_xla_stream = fail_nth
 
     def replace_nccl(self, rank):
         state, left = JAX.get_communicator(rank)._connection.launch_state, [self.count]

@@ -9,8 +9,7 @@ import types
 
 import numpy as np
 
-from synkhronos.devices.cuda import nccl
-from synkhronos.devices.jax import nccl_handlers
+from synkhronos.devices.jax import nccl_handlers, xla_communicator
 from synkhronos.devices.jax.ffi_collectives import FfiCollectives
 
 STREAM, SIDE, EVENT, COMM = None, 8, 9, 1234  # XLA has no stream on the CPU
@@ -61,7 +60,9 @@ def connect():
     }
     functions = {name: ctypes.CFUNCTYPE(i, *types)(call) for name, (call, *types) in kinds.items()}
     connect.functions = functions  # keeps the callbacks alive
-    nccl.find_function_addresses = lambda: {name: ctypes.cast(call, p).value for name, call in functions.items()}
+    xla_communicator.find_function_addresses = lambda: {
+        name: ctypes.cast(call, p).value for name, call in functions.items()
+    }
     driver = types.SimpleNamespace(
         cuStreamQuery=lambda stream: (0,), CUresult=types.SimpleNamespace(CUDA_ERROR_NOT_READY=600)
     )
@@ -78,7 +79,7 @@ def connect():
     )
     sys.modules["nccl"], sys.modules["nccl.bindings"] = types.ModuleType("nccl"), types.ModuleType("nccl.bindings")
     sys.modules["nccl.bindings"].nccl = None
-    communicator = nccl.NcclCommunicator(rank, staging)
+    communicator = xla_communicator.XlaCommunicator(rank, staging)
     comm = types.SimpleNamespace(abort=lambda: calls.append("abort"), _comm=COMM)
     connection = communicator._connection
     connection._set_current_comm(connection._attempt, comm)

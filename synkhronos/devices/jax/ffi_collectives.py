@@ -25,8 +25,9 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from synkhronos.devices.cuda.nccl import NCCL_OPS, BufferSpan
+from synkhronos.devices.cuda.nccl import NCCL_OPS
 from synkhronos.devices.jax import nccl_handlers
+from synkhronos.devices.jax.xla_communicator import BufferSpan, XlaCommunicator
 from synkhronos.devices.jax.xla_ffi import (
     Callback,
     CallFrame,
@@ -142,7 +143,9 @@ class FfiCollectives:
             self._launcher = self._error = None
 
     @contextlib.contextmanager
-    def use_communicator(self, communicator: Any, shape: tuple[int, ...], n_collectives: int) -> Iterator[None]:
+    def use_communicator(
+        self, communicator: XlaCommunicator, shape: tuple[int, ...], n_collectives: int
+    ) -> Iterator[None]:
         """Use a communicator for the launch in the ``with`` block, by the handlers in C++.
 
         ``shape`` is that of the reduced array on all ranks.  ValueError is raised if the program, when it is traced,

@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.devices.cuda.nccl import BufferSpan
 from synkhronos.devices.jax.ffi_collectives import CollectiveLauncher
+from synkhronos.devices.jax.xla_communicator import BufferSpan, XlaCommunicator
 from synkhronos.ranks import Rank
 from synkhronos.ranks.control_memory import AWAITS_BARRIER, SCRATCH_NBYTES
 
@@ -164,7 +164,7 @@ class SharedMemoryReducer(ProgramReducer):
 class GpuReducer(ProgramReducer):
     """Sums of arrays on GPUs by NCCL, in XLA's stream; the communicator is connected."""
 
-    def __init__(self, rank: Rank, detector: InterruptDetector, communicator: Any):
+    def __init__(self, rank: Rank, detector: InterruptDetector, communicator: XlaCommunicator):
         super().__init__(rank, detector)
         self._communicator = communicator
 

@@ -11,8 +11,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from synkhronos.devices.cuda.nccl import BufferSpan, Collective, NcclCommunicator
 from synkhronos.devices.jax.ffi_collectives import CollectiveLauncher
+from synkhronos.devices.jax.xla_communicator import BufferSpan, Collective, XlaCommunicator
 from synkhronos.engines.engine import GradientExchange, Runner
 from synkhronos.engines.xla.executable import Executable
 from synkhronos.ranks import Rank
@@ -45,18 +45,14 @@ class FusedRunner(Runner):
             self._rank.record_applied()
         return results
 
-    def _launch_python(
-        self, inputs: Sequence[Any], communicator: NcclCommunicator, shape: tuple[int, ...]
-    ) -> list[Any]:
+    def _launch_python(self, inputs: Sequence[Any], communicator: XlaCommunicator, shape: tuple[int, ...]) -> list[Any]:
         """Launch the program, whose collectives call NCCL through a `NcclCollectiveLauncher`."""
         op, collectives = self._ffi_collectives.op, self._executable.collectives
         launcher = NcclCollectiveLauncher(self._rank, communicator, op, shape, self.n_repeats > 1, collectives)
         with self._ffi_collectives.use_collective_launcher(launcher, self.n_repeats * len(collectives)):
             return self._executable(*inputs)
 
-    def _launch_native(
-        self, inputs: Sequence[Any], communicator: NcclCommunicator, shape: tuple[int, ...]
-    ) -> list[Any]:
+    def _launch_native(self, inputs: Sequence[Any], communicator: XlaCommunicator, shape: tuple[int, ...]) -> list[Any]:
         """Launch the program, whose collectives call NCCL through handlers in C++."""
         if self._ffi_collectives.nccl_caller == "graph":
             self._executable.drop_outdated_recordings(communicator.communicator_number)
@@ -74,7 +70,7 @@ class NcclCollectiveLauncher(CollectiveLauncher):
     def __init__(
         self,
         rank: Rank,
-        communicator: NcclCommunicator,
+        communicator: XlaCommunicator,
         op: str,
         shape: tuple[int, ...],
         is_repeated: bool,

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.devices.cuda.nccl import Collective
 from synkhronos.devices.jax.ffi_collectives import FfiCollectives
 from synkhronos.devices.jax.nccl_handlers import NcclCaller
+from synkhronos.devices.jax.xla_communicator import Collective
 from synkhronos.engines.engine import StepShards
 from synkhronos.engines.xla.jaxpr_evaluator import JaxprEvaluator
 from synkhronos.engines.xla.vector_parts import can_write_parts, trace_in_place, write_parts

@@ -57,6 +57,7 @@ def install():
     import cuda.core
 
     import synkhronos.devices.cuda
+    from synkhronos.devices.jax import xla_communicator
     from synkhronos.devices.jax.compute_stream import ComputeStream
     from synkhronos.devices.jax_device import JaxDevice
     from synkhronos.devices.pygpu_device import PygpuDevice
@@ -81,7 +82,7 @@ def install():
     PygpuDevice.open_gpu = start_pygpu
     PygpuDevice.stream = cuda.core.COMPUTE
 
-    synkhronos.devices.cuda.nccl.find_function_addresses = find_function_addresses
+    xla_communicator.find_function_addresses = find_function_addresses
 
     JaxDevice.requirements = {}
     JaxDevice.open_gpu = start
