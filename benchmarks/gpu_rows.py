@@ -28,6 +28,7 @@ from benchmarks._measure import (
 )
 from synkhronos import ranks
 from synkhronos.data.data_access import get_array_location
+from synkhronos.devices import get_rank_device
 from synkhronos.devices.cuda.staging import check_result
 from synkhronos.ranks import ArrayLocation, Command, Rank
 
@@ -44,7 +45,7 @@ class CopyRows(Command):
 
     def run(self, rank: Rank) -> None:
         """Copy this rank's rows, and wait for the copy."""
-        device = rank.device
+        device: Any = get_rank_device(rank)  # one on GPUs
         staging = device.staging
         target = rank.objects.get("benchmark")
         if target is None or target.size != self.nbytes:

@@ -21,7 +21,7 @@ import numpy as np
 
 from synkhronos import engines, ranks
 from synkhronos.checks import check_flag, check_index, check_integer, check_number
-from synkhronos.devices import NUMPY, choose_device, force_jax_on_cpu, get_device, is_fork_unsafe
+from synkhronos.devices import NUMPY, choose_device, force_jax_on_cpu, get_device, is_fork_unsafe, set_rank_device
 from synkhronos.gpus import get_n_gpu
 from synkhronos.graph_libraries import register_loaded_libraries
 from synkhronos.hosts import (
@@ -85,7 +85,8 @@ class _SetUpRank(Command):
             )
             np.random.seed(np.frombuffer(numpy_seed, np.uint32))
             random.seed(python_seed)
-        rank.device = device = get_device(self.device_name)
+        device = get_device(self.device_name)
+        set_rank_device(rank, device)
         if device is NUMPY:
             force_jax_on_cpu()
         local_ranks = rank.local_ranks

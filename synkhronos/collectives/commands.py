@@ -21,7 +21,15 @@ import numpy as np
 from synkhronos.checks import describe
 from synkhronos.containers import BoundedCache
 from synkhronos.data.rows import split_selection
-from synkhronos.devices import NUMPY, ArrayLayout, Communicator, Device, get_array_device, get_device
+from synkhronos.devices import (
+    NUMPY,
+    ArrayLayout,
+    Communicator,
+    Device,
+    get_array_device,
+    get_device,
+    get_rank_device,
+)
 from synkhronos.graph_libraries import GraphLibrary, get_library
 from synkhronos.graph_libraries.library import has_other_references
 from synkhronos.ranks import ArrayLocation, Command, Rank, RowAccess
@@ -82,7 +90,8 @@ def prepare_replicas_of_variables(
     values = [get_library(shared).borrow_value(shared) for shared in shared_vars]
     own_layouts = tuple([(value.shape, value.dtype, get_array_device(value).name) for value in values])
     del values  # `get_writable` checks whether others refer to the arrays
-    communicator = rank.device.get_communicator(rank)
+    device = get_rank_device(rank)
+    communicator = device.get_communicator(rank)
     all_gather = rank.all_gather if has_compared_digests else rank.all_gather_cached
     by_rank, generations = zip(*all_gather((own_layouts, communicator.generation)), strict=True)
     cache = rank.registry.get_or_create(_TransferCache)
@@ -93,7 +102,7 @@ def prepare_replicas_of_variables(
     replicas = [
         VariableReplica(rank, shared, transfer) for shared, transfer in zip(shared_vars, transfers, strict=True)
     ]
-    if any(transfer.transport_device is rank.device for transfer in transfers):
+    if any(transfer.transport_device is device for transfer in transfers):
         communicator.connect(generations)
     return replicas
 
@@ -381,7 +390,7 @@ class AllReducePlan(NamedTuple):
     @classmethod
     def from_replicas(cls, rank: Rank, keys: Sequence[Any], replicas: Sequence[VariableReplica]) -> AllReducePlan:
         """Return the plan for replicas of equal shapes."""
-        generation = rank.device.get_communicator(rank).generation
+        generation = get_rank_device(rank).get_communicator(rank).generation
         variables = [
             PlannedVariable(
                 key,
@@ -402,7 +411,7 @@ class AllReducePlan(NamedTuple):
             value = library.borrow_value(rank.get_object(key))
             if get_array_device(value) is not device or value.shape != shape or value.dtype != dtype:
                 return False
-        return bool(rank.device.get_communicator(rank).generation == self.generation)
+        return get_rank_device(rank).get_communicator(rank).generation == self.generation
 
     def all_reduce(self, rank: Rank, op: str) -> None:
         """Reduce into every rank's variables."""
@@ -418,7 +427,7 @@ class AllReducePlan(NamedTuple):
             array = device.as_writable(library.borrow_value(shared), is_referenced)
             communicator.all_reduce(array, op)
             written.append((library, shared, device, array))
-        own_communicator = rank.device.get_communicator(rank)
+        own_communicator = get_rank_device(rank).get_communicator(rank)
         with defer_signals():  # once all ranks have started, each of them has to store the results
             own_communicator.notify_started()
             is_complete = own_communicator.wait_briefly()
@@ -430,7 +439,7 @@ class AllReducePlan(NamedTuple):
     def wait_until_started(self, rank: Rank) -> None:
         """Wait until all ranks have started `all_reduce`, so that it completes on all of them."""
         if self.generation:
-            rank.device.get_communicator(rank).wait_until_started()
+            get_rank_device(rank).get_communicator(rank).wait_until_started()
 
 
 class _AllReducePlans(BoundedCache[AllReduceValues, AllReducePlan]):

@@ -24,7 +24,7 @@ from synkhronos.devices.device import Device
 from synkhronos.devices.jax import nccl_handlers
 from synkhronos.devices.selection import Selection, take_rows
 from synkhronos.gpus import get_n_gpu
-from synkhronos.ranks import count_available_cores
+from synkhronos.ranks import Rank, count_available_cores
 from synkhronos.variable_types import Array
 
 __all__ = [
@@ -41,9 +41,11 @@ __all__ = [
     "find_device",
     "force_jax_on_cpu",
     "get_device",
+    "get_rank_device",
     "is_fork_unsafe",
     "list_devices",
     "list_gpu_devices",
+    "set_rank_device",
     "take_rows",
 ]
 
@@ -71,6 +73,22 @@ def list_gpu_devices() -> list[CudaDevice]:
 def get_device(name: str) -> Device:
     """Return the device of this name."""
     return next(device for device in list_devices() if device.name == name)
+
+
+class _RankDevice:
+    """Device with whose arrays a rank computes, set by the first command after `fork`."""
+
+    device: Device
+
+
+def get_rank_device(rank: Rank) -> Device:
+    """Return the device with which a rank computes."""
+    return rank.registry.get_or_create(_RankDevice).device
+
+
+def set_rank_device(rank: Rank, device: Device) -> None:
+    """Set the device with which a rank computes, until the rank joins another group."""
+    rank.registry.get_or_create(_RankDevice).device = device
 
 
 #: Devices by the class of the values that they own, since it takes long to ask each device.

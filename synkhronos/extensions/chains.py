@@ -27,7 +27,7 @@ from typing import Any
 
 from synkhronos import ranks
 from synkhronos.data.rows import get_share
-from synkhronos.devices import NUMPY
+from synkhronos.devices import NUMPY, get_rank_device
 from synkhronos.extensions.row_slices import create_slice_queue
 from synkhronos.ranks import Session, WorkerError
 from synkhronos.ranks.errors import describe_exit
@@ -71,7 +71,7 @@ def find_chain() -> tuple[int, int] | None:
 
 def can_fork_computation(session: Session) -> bool:
     """Whether forked processes can compute, or start ranks, beside a session: not if its ranks use GPUs."""
-    return session.rank.device is NUMPY
+    return get_rank_device(session.rank) is NUMPY
 
 
 def start_chain_ranks(max_ranks: int | None = None) -> bool:

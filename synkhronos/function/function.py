@@ -13,7 +13,7 @@ import numpy.typing as npt
 from synkhronos import ranks
 from synkhronos.data import Data, data
 from synkhronos.data.rows import BatchArgument
-from synkhronos.devices import find_device
+from synkhronos.devices import find_device, get_rank_device
 from synkhronos.function.arguments import build_computation, is_single_output
 from synkhronos.function.computation import DEFAULT_VARIANT, Computation
 from synkhronos.function.dispatcher import Dispatcher, distribute_scheduled, schedule_distribution
@@ -279,7 +279,7 @@ def function(
     >>> synk.close()
     """
     session = ranks.get_session()
-    device = session.rank.device
+    device = get_rank_device(session.rank)
     computation = build_computation(inputs, outputs, bcast_inputs, updates, givens, sliceable_shareds, kwargs, device)
     return _make_function(computation, is_single_output(outputs))
 

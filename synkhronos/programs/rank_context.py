@@ -28,7 +28,7 @@ from synkhronos.casts import as_numbers
 from synkhronos.checks import check_index, check_integer
 from synkhronos.collectives.arguments import check_op_dtype, check_op_name
 from synkhronos.data.rows import get_share
-from synkhronos.devices import NUMPY, Device, find_device, get_array_device
+from synkhronos.devices import NUMPY, Device, find_device, get_array_device, get_rank_device
 from synkhronos.devices.reduce_op import REDUCE_OPS
 from synkhronos.devices.shared_memory_communicator import reduce_arrays
 from synkhronos.ranks.program_peers import Lock, ProgramPeers
@@ -237,7 +237,7 @@ class RankContext:
     def _receive_between_gpus(
         self, source: int, shape: tuple[int, ...], dtype: np.dtype, generation: int, connection_id: Any
     ) -> Any:
-        device: Device = self._rank.device
+        device = get_rank_device(self._rank)
         pair_communicator = device.get_group_communicator(self._rank, (source, self.number))
         if connection_id is not None:
             pair_communicator.connect_members((source, self.number), [0], lambda _: [connection_id])
@@ -409,7 +409,7 @@ def get_rank_lock(context: RankContext, rank: int) -> Lock:
 
 def _choose_transfer_device(rank: Rank, value: Any, op: str | None = None) -> Device:
     """Return the device whose communicator transfers and reduces an array: the rank's GPU if it can, else the host."""
-    device: Device = rank.device
+    device = get_rank_device(rank)
     return device if device.owns(value) and device.can_communicate(value.dtype, op) else NUMPY
 
 

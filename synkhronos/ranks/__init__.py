@@ -1,7 +1,6 @@
 """Processes that run commands together: commands, barriers, shared memory, liveness and errors.
 
-A *host* is a machine; its ranks share memory.  This package is independent of graphs and of the meaning of arrays.  It
-stores the device of a rank for other packages.
+A *host* is a machine; its ranks share memory.  This package is independent of graphs and of the meaning of arrays.
 """
 
 from synkhronos.ranks.command import Command, RowAccess

@@ -96,8 +96,6 @@ class Rank:
         Operations that commands have started and that may not have completed.
     finish_callbacks : list of callable
         Called at the end of the current command.
-    device : Device or None
-        Device whose arrays this rank computes with, set by the first command after `fork`; None before it.
     """
 
     def __init__(
@@ -114,7 +112,6 @@ class Rank:
         self.segments = SegmentTable()
         self.objects: dict[Any, Any] = {}
         self.registry = SingletonRegistry()
-        self.device: Any = None
         self.command_number = 0
         self._pickles: BoundedCache[Any, tuple[bytes, bytes]] = BoundedCache(_MAX_CACHED_PICKLES)
         self._records_applied = True

@@ -11,7 +11,7 @@ from paths import SUPPORT
 
 import synkhronos as synk
 from synkhronos import devices, rules
-from synkhronos.devices import NUMPY, find_device
+from synkhronos.devices import NUMPY, find_device, get_rank_device
 from synkhronos.training import make_train_function, make_train_function_serial
 from synkhronos.training.updates import adam
 
@@ -114,7 +114,7 @@ def gather_on_device(s, **kwargs):
 
 
 def sum_rank_numbers(context):
-    device = context._rank.device
+    device = get_rank_device(context._rank)
     return device.to_numpy(context.all_reduce(device.from_numpy(np.full(3, float(context.number))), "sum"))
 
 
@@ -234,7 +234,7 @@ RULES = {
 
 def train_by_rule(context, rule, w, v, average, memory, on_device):
     """Train; return the rank's vector, the report, and whether the rule computes on the device."""
-    device = context._rank.device if on_device else NUMPY
+    device = get_rank_device(context._rank) if on_device else NUMPY
     for variable in (w, v, average):
         variable.container.storage[0] = device.from_numpy(NUMPY.as_array(variable.container.storage[0]))
     state = rules.State([w, average], [v], memory, n_averages=1)
@@ -278,7 +278,7 @@ def test_rules_without_device_arithmetic_run_on_the_host(toy, two_ranks_per_test
 
 
 def write_rows(context, rows, shape):
-    value = context._rank.device.from_numpy(np.full(shape, 5.0))
+    value = get_rank_device(context._rank).from_numpy(np.full(shape, 5.0))
     rows[2 * context.number : 2 * context.number + 2].write(value)
 
 

@@ -17,6 +17,7 @@ from library import tensor as T
 
 import synkhronos as synk
 from synkhronos import ranks
+from synkhronos.devices import get_rank_device
 from synkhronos.ranks import ArrayLocation, Command
 
 #: Marks of a file of tests on GPUs.
@@ -93,9 +94,9 @@ class FailInAllReduce(Command):
         self.is_late, self.waits_until_started = is_late, waits_until_started
 
     def run(self, rank):
-        communicator = rank.device.get_communicator(rank)
+        communicator = get_rank_device(rank).get_communicator(rank)
         communicator.connect(rank.all_gather(communicator.generation))
-        array = rank.device.from_numpy(np.ones(1 << 20, "float32"))
+        array = get_rank_device(rank).from_numpy(np.ones(1 << 20, "float32"))
         if rank.number == self.failing_rank and not self.is_late:
             time.sleep(0.1)  # the other ranks have started it
             FAULTS[self.action]()
@@ -124,7 +125,7 @@ class AllReduceRows(Command):
     rows: ArrayLocation
 
     def run(self, rank):
-        device = rank.device
+        device = get_rank_device(rank)
         communicator = device.get_communicator(rank)
         communicator.connect(rank.all_gather(communicator.generation))
         rows = device.to_numpy(device.read_segment(rank, self.rows, None))
@@ -137,7 +138,7 @@ class AllReduceRows(Command):
 
 def run_in_groups(context):
     """Run collectives in a group, and send between two ranks; return digests of the results."""
-    device, n = context._rank.device, context.size
+    device, n = get_rank_device(context._rank), context.size
     array = device.from_numpy(np.random.default_rng(context.number).integers(-9, 9, 50_000).astype("float32"))
     results = []
     for members in ([0, n - 1], [n - 1, *range(n - 1)]):

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.devices import JAX, NUMPY
+from synkhronos.devices import JAX, NUMPY, get_rank_device
 from synkhronos.devices.jax.ffi_collectives import FfiCollectives
 from synkhronos.devices.jax.program_reducer import (
     DIVERGED_MESSAGE,
@@ -64,7 +64,9 @@ class SpmdProgram:
             detector.watch(),
             set_environment(NPROC=str(rank.thread_limit.n_threads)),  # XLA's threads, if it is started here
             _use_jax_settings(settings),
-            contextlib.nullcontext() if rank.size == 1 or rank.device is NUMPY else _compile_without_autotuning(),
+            contextlib.nullcontext()
+            if rank.size == 1 or get_rank_device(rank) is NUMPY
+            else _compile_without_autotuning(),
             contextlib.nullcontext() if rank.is_master else _discard_output(),
         ):
             reducer = _make_reducer(rank, detector)
@@ -140,7 +142,7 @@ def map_sequentially(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _make_reducer(rank: Rank, detector: InterruptDetector) -> ProgramReducer:
     """Return the reducer of a program, for the device with which the rank computes."""
-    if rank.device is NUMPY:
+    if get_rank_device(rank) is NUMPY:
         if rank.spans_hosts:
             raise NotImplementedError(
                 "XLA's programs run on CPU ranks of one host, and these are on several: call fork() without hosts"

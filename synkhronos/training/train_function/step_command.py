@@ -22,7 +22,7 @@ from synkhronos.collectives.commands import (
     prepare_replicas_of_variables,
 )
 from synkhronos.containers import BoundedCache
-from synkhronos.devices import NUMPY, get_array_device
+from synkhronos.devices import NUMPY, get_array_device, get_rank_device
 from synkhronos.engines import GradientExchange, Runner, StepShards
 from synkhronos.function.call import Call, RankCall
 from synkhronos.graph_libraries import get_library
@@ -207,7 +207,7 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
         if self.n_steps > 1 and (self.gradient.needs_compile or gradient.compiled.n_rank_means):
             return None
         self._store_rank_number(rank)
-        if self.n_steps == 1 and rank.device.needs_gpu:
+        if self.n_steps == 1 and get_rank_device(rank).needs_gpu:
             fused_runner = fuse_calls(rank, self, gradient, [shard_update, parameter_update])
             if all(rank.all_gather_cached(fused_runner is not None)):
                 return gradient.run(fused_runner), []

@@ -16,6 +16,7 @@ from system import LIMIT, measure_shared_memory
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.data.data_access import get_array_location
+from synkhronos.devices import get_rank_device
 
 HOSTS = os.environ["HOSTS"].split(",")
 
@@ -144,7 +145,7 @@ def refused():
         except ValueError as error:
             print(error)
     print(synk.fork(hosts=["a", "b"]))  # by default one for each GPU
-    print(ranks.get_session().rank.device.name)
+    print(get_rank_device(ranks.get_session().rank).name)
 
 
 def parts():
@@ -167,7 +168,7 @@ def theano():
     import theano  # noqa: F401 - by which the library knows whose GPUs they are
 
     n = fork()
-    assert ranks.get_session().rank.device.name == "pygpu"
+    assert get_rank_device(ranks.get_session().rank).name == "pygpu"
     data = synk.data(np.arange(1000, dtype="float32"))
     with ranks.get_session().call_lock:
         for op in ("sum", "max"):
