@@ -51,10 +51,7 @@ class Communicator(ABC):
         """
 
     def wait_briefly(self) -> bool:
-        """Wait a short time for the results of `all_reduce`, if it may be enough; return True if they are complete.
-
-        It is called once after one or several calls of `all_reduce`.
-        """
+        """Wait a short time for the results of the last calls of `all_reduce`; return True if they are complete."""
         return True
 
     @abstractmethod
@@ -67,68 +64,25 @@ class Communicator(ABC):
         layout: ArrayLayout,
         contributors: Sequence[int],
     ) -> None:
-        """Write the reduction of the contributors' arrays into the root's ``out``.
+        """Write the reduction of the contributors' arrays, all of one ``layout``, into the root's ``out``.
 
-        Parameters
-        ----------
-        array : array or None
-            This rank's array; None if it contributes nothing.
-        op : str
-            Name of the reduction, a key of ``REDUCE_OPS``.
-        root : int
-            Rank that gets the result.
-        out : array or None
-            Target in the root, None on the other ranks.  Default in the root: ``array``.
-        layout : ArrayLayout
-            Shape and dtype of the contributors' arrays, for ranks that have none.
-        contributors : sequence of int
-            Ranks whose arrays are reduced, in ascending order.  A device's communicator may require all ranks; that of
-            ``NUMPY``, which reduces outputs of functions, accepts any.
+        ``array`` is None on a rank that contributes nothing, ``out`` on all ranks but the root.  The contributors are
+        in ascending order.  A device's communicator may require all ranks; that of ``NUMPY`` accepts any.
         """
 
     @abstractmethod
     def reduce_scatter(self, array: Array, op: str, bounds: Sequence[int], out: Array) -> None:
         """Write this rank's items of the reduction over all ranks into ``out``.
 
-        Parameters
-        ----------
-        array : array
-            This rank's array, of the same layout on all ranks.
-        op : str
-            As in `reduce`.
-        bounds : sequence of int
-            Rank r gets the items ``bounds[r]:bounds[r + 1]`` of the flattened reduction.
-        out : array
+        Rank r gets the items ``bounds[r]:bounds[r + 1]`` of the flattened reduction.
         """
 
     @abstractmethod
     def gather(
         self, array: Array | None, root: int, layouts: Sequence[ArrayLayout | None], out: Sequence[Any | None] | None
     ) -> None:
-        """Copy rank r's array into the root's ``out[r]``.
-
-        Parameters
-        ----------
-        array : array or None
-            This rank's array; None if it contributes nothing.
-        root : int
-            Rank that gets the arrays.
-        layouts : sequence of ArrayLayout or None
-            Shape and dtype of each rank's array; None for a rank that contributes nothing.
-        out : sequence of item ranges or None
-            Targets, as ``Device.slice_items`` returns them; None on ranks that receive nothing.
-        """
+        """Copy rank r's array into the root's ``out[r]``; None stands for a rank that contributes or gets nothing."""
 
     @abstractmethod
     def all_gather(self, array: Array, layouts: Sequence[ArrayLayout], out: Sequence[Any]) -> None:
-        """Copy rank r's array into ``out[r]`` on every rank.
-
-        Parameters
-        ----------
-        array : array
-            This rank's array.
-        layouts : sequence of ArrayLayout
-            Shape and dtype of each rank's array.
-        out : sequence of item ranges
-            Targets, as in `gather`.
-        """
+        """Copy rank r's array into ``out[r]`` on every rank."""

@@ -24,11 +24,6 @@ from synkhronos.variable_types import CompiledFunction, Mode
 class Runner:
     """A compiled function that takes arrays of the engine's device, and returns a list of outputs.
 
-    Parameters
-    ----------
-    function : callable
-        Returns a list of outputs, a single output, or None.
-
     Attributes
     ----------
     n_repeats : int
@@ -79,9 +74,8 @@ class StepShards(NamedTuple):
 
 
 class GradientExchange(Protocol):
-    """Exchange of a gradient between the ranks, within a launch.
+    """Exchange of a gradient between the ranks, within a launch; the commands of training steps implement it.
 
-    `StepCommand` and `ShardedStepCommand` of ``training/`` implement it.
     It is an all-reduce of a shared variable or, with shards, a reduce-scatter and all-gathers.
     """
 
@@ -160,39 +154,16 @@ class Engine:
     def make_runner(
         self, library: GraphLibrary, function: CompiledFunction, n_inputs: int, allows_opaque_outputs: bool
     ) -> Runner:
-        """Wrap a compiled function in a runner.
-
-        Parameters
-        ----------
-        library : GraphLibrary
-        function : compiled function
-        n_inputs : int
-        allows_opaque_outputs : bool
-            Whether outputs may be any objects, as only `fetch_outputs` reads them.
-        """
+        """Wrap a compiled function; with ``allows_opaque_outputs``, only `fetch_outputs` reads its outputs."""
         return Runner(function)
 
     def fuse_step(
         self, rank: Rank, gradient: Runner, exchange: GradientExchange, updates: Sequence[Runner], n_repeats: int
     ) -> Runner | None:
-        """Fuse the functions of a step, and the exchange between them, into one launch.
+        """Fuse the functions of ``n_repeats`` steps, with the exchange between them, into one launch.
 
-        Parameters
-        ----------
-        rank : Rank
-        gradient : Runner
-            A runner that this engine has made.
-        exchange : GradientExchange
-            Exchange of the variable that `gradient` updates and `updates` read.
-        updates : sequence of Runner
-            Functions that run after the exchange, in this order.
-        n_repeats : int
-            Number of steps in the launch, as in `Runner`.
-
-        Returns
-        -------
-        Runner or None
-            None if this engine can't fuse them.
+        ``exchange`` is that of the variable that ``gradient`` updates and ``updates`` read.  Return None if this engine
+        can't fuse them.
         """
         return None
 
@@ -205,13 +176,7 @@ class Engine:
         return self.device.to_numpy_many(values)
 
     def collect_outputs(self, rank: Rank, outputs: ReducibleOutputs) -> Any:
-        """Reduce this rank's outputs of a call, or store them for a later `fetch_outputs`.
-
-        Returns
-        -------
-        object
-            In the master, the argument of `wrap_outputs`.
-        """
+        """Reduce this rank's outputs of a call, or store them for later; return the argument of `wrap_outputs`."""
         return outputs.reduce(rank)
 
     # -- in the master ---------------------------------------------------------------------------------------

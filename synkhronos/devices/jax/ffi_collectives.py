@@ -79,25 +79,10 @@ class FfiCollectives:
     """The collectives of one XLA program, which gets a `CollectiveLauncher` for each launch.
 
     ``trace_start``, ``trace_finish`` and ``trace_sum`` insert its calls into the program, while JAX traces it.
-
-    Parameters
-    ----------
-    aborts_on_error : bool
-        Whether an error ends the launch.  If not, the launch continues with undefined reductions that are marked as
-        invalid, so that the program can return the old values of donated arrays.
-    nccl_caller : {"python", "native", "graph"}
-        Code by which XLA calls NCCL: "python" for a `CollectiveLauncher`, "native" for handlers in C++, "graph" for
-        handlers in C++ that XLA may record in a CUDA graph.  The latter two need `use_communicator`, and an error never
-        ends the launch.
-    op : str
-        Name of the reduction, for handlers in C++.
-
-    Examples
-    --------
-    >>> collectives = FfiCollectives()
-    >>> program = jax.jit(lambda gradient: collectives.trace_finish([gradient]))  # doctest: +SKIP
-    >>> with defer_signals(), collectives.use_collective_launcher(launcher):  # doctest: +SKIP
-    ...     (total,), is_valid = program(gradient)
+    With the ``nccl_caller`` "python" XLA calls NCCL by a `CollectiveLauncher`, with "native" by handlers in C++, with
+    "graph" by handlers in C++ that XLA may record in a CUDA graph.  The latter two need `use_communicator`.  An error
+    ends the launch if ``aborts_on_error``.  If not, as always with handlers in C++, the launch continues with undefined
+    reductions that are marked as invalid, so that the program can return the old values of donated arrays.
     """
 
     _numbers = itertools.count()
@@ -195,27 +180,15 @@ class FfiCollectives:
         extra_operands: Sequence[Array] = (),
         shapes: Sequence[tuple[int, ...] | None] | None = None,
     ) -> tuple[list[Any], Any]:
-        """Trace a collective on arrays, and the wait for the ones that were started.
+        """Trace a collective on arrays, and the wait for ``started``, all arrays that `trace_start` has returned.
 
-        Parameters
-        ----------
-        arrays : list of jax.Array
-            Arrays whose collective was not started.
-        started, token
-            All arrays, and the last token, that `trace_start` has returned.
-        extra_operands : list of jax.Array
-            Further operands of the call.  In a loop: a value that differs in each iteration, without which XLA would
-            hoist the call out of the loop.  Arrays whose collectives were started with a shape: XLA would reuse their
-            memory.
-        shapes : list, optional
-            For each of ``arrays``, the shape as in `trace_start`.
+        ``token`` is the last token of `trace_start`, and ``shapes`` has the shape, as there, of each of ``arrays``.
+        ``extra_operands`` are further operands of the call.  In a loop: a value that differs in each iteration, without
+        which XLA would hoist the call out of the loop.  Arrays whose collectives were started with a shape: XLA would
+        reuse their memory.
 
-        Returns
-        -------
-        reduced : list of jax.Array
-            The started arrays, then ``arrays``, both reduced (or gathered).
-        is_valid : jax.Array of int32
-            0 if the connection was aborted, so that the reduced arrays are undefined.
+        Return the started arrays, then ``arrays``, both reduced (or gathered), and an int32: 0 if the connection was
+        aborted, so that they are undefined.
         """
         import jax
 

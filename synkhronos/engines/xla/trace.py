@@ -29,19 +29,9 @@ def trace_functions(
 ) -> tuple[Any, ...]:
     """Trace the functions and the exchange that follows the first one, as in `Executable`.
 
-    Parameters
-    ----------
-    storages, updated_storages : list of storages
-        Storages of all shared variables, and of the updated ones.
-    logged_positions : list of int
-        Positions of the outputs that are appended to the log instead of being returned.
-    *arguments : jax.Array
-        As `Executable._get_arguments` returns them, after the lengths.
-
-    Returns
-    -------
-    tuple of jax.Array
-        Outputs that are not logged, new values of ``updated_storages``, arrays of the log.
+    ``storages`` are those of all shared variables.  ``arguments`` are as `Executable._get_arguments` returns them.
+    Return the outputs that are not at ``logged_positions``, the new values of ``updated_storages``, and the arrays of
+    the log, to which the other outputs are appended.
     """
     n_inputs = sum(function.n_inputs for function in functions)
     n_arguments = n_inputs + len(storages)

@@ -28,32 +28,17 @@ MIN_CHUNK_NBYTES_OF_HOSTS = 25_000_000
 
 
 class ExchangeSpec(NamedTuple):
-    """Exchange of a shared variable's new value between the ranks, within a launch.
+    """Exchange of a shared variable's new value between the ranks, within a launch: by ``op``, a key of ``NCCL_OPS``.
 
-    Without ``shards`` it is an all-reduce.
+    ``storage`` is the variable's.  ``n_ranks`` and ``spans_hosts`` are those of the ranks, ``nccl_caller`` is as in
+    `FfiCollectives`.  With a ``wire_dtype``, the values except the last ``n_tail_items`` are sent in this dtype.  As
+    their sum could overflow in it, they are divided by ``n_ranks`` before; without one NCCL divides.
+
+    Without ``shards`` it is an all-reduce.  With ``shards``, the variable is a matrix with a row for each rank: a
+    reduce-scatter reduces this rank's row, and all-gathers after the second function exchange the updated rows.
 
     If the connection is aborted during the launch, the other variables keep their old values, unless their new values
     have another shape; the reduced variable's value is undefined.
-
-    Attributes
-    ----------
-    storage : list of one array
-        The variable's storage.
-    wire_dtype : str or None
-        Dtype in which the values except the last ``n_tail_items`` are sent; None for their own dtype.
-    n_ranks : int
-        Number of ranks.  With a wire dtype, in which their sum could overflow, the values are divided by it before they
-        are sent; without one NCCL divides.
-    nccl_caller : NcclCaller
-        Code that calls NCCL within the launch, as in `FfiCollectives`.
-    op : str
-        Name of the reduction, a key of ``NCCL_OPS``.
-    spans_hosts : bool
-        Whether the ranks are on several machines.
-    shards : StepShards or None
-        Variables of a sharded optimizer; None without one.  With one, the variable is a matrix with a row for each
-        rank, and not all-reduced: a reduce-scatter reduces this rank's row, and all-gathers after the second function
-        exchange the updated rows.
     """
 
     storage: list[Any]
@@ -70,25 +55,13 @@ class ExchangeSpec(NamedTuple):
         """Names of the collectives of one computation, in their order."""
         if self.shards is None:
             return ("all_reduce",)
-        return (
-            ("reduce_scatter", "all_gather", "all_gather")
-            if self.shards.gathers_gradient
-            else ("reduce_scatter", "all_gather")
-        )
+        gathers: tuple[Collective, ...] = ("all_gather",) * (1 + self.shards.gathers_gradient)
+        return ("reduce_scatter", *gathers)
 
     @property
     def key(self) -> tuple[Any, ...]:
         """Hashable value that identifies the specification."""
-        return (
-            id(self.storage),
-            self.wire_dtype,
-            self.n_ranks,
-            self.n_tail_items,
-            self.nccl_caller,
-            self.op,
-            self.spans_hosts,
-            self.shards and id(self.shards.row),
-        )
+        return (id(self.storage), *self[1:-1], self.shards and id(self.shards.row))
 
 
 class TracedExchange:
