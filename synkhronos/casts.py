@@ -45,10 +45,7 @@ def check_dense(value: object, argument: str) -> None:
 def as_numbers(value: object, argument: str) -> np.ndarray:
     """Return an argument, called ``argument`` in errors, as a NumPy array of numbers; an array is not copied.
 
-    Raises
-    ------
-    TypeError
-        For strings, objects, dates, masked arrays, sparse matrices and ragged lists.
+    Raise TypeError for strings, objects, dates, masked arrays, sparse matrices and ragged lists.
     """
     check_dense(value, argument)
     try:

@@ -12,7 +12,7 @@ import ctypes
 import os
 import pickle
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import IO
@@ -48,24 +48,16 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
 @dataclass(frozen=True, slots=True)
 class _SetUpRank(Command):
-    """Prepare a rank: bind it to its cores, choose its device, and seed its global generators.
-
-    Attributes
-    ----------
-    gpus : list of str
-        GPU of each rank of the master's host, as ``CUDA_VISIBLE_DEVICES`` names it.  Other hosts assign their own.
-    seeds : tuple of bytes
-        Seeds of NumPy's and Python's global generators.
-    cores : tuple of tuple of int
-        Cores of each rank; empty if ranks are not bound to cores.
-    gpu_numbers : tuple of int
-        Number of each rank's GPU among those of its host, for the ranks of all hosts; empty if there is one host.
-    """
+    """Prepare a rank: bind it to its cores, choose its device, and seed its global generators."""
 
     device_name: str
+    #: GPU of each rank of the master's host, as ``CUDA_VISIBLE_DEVICES`` names it.  Other hosts assign their own.
     gpus: list[str]
+    #: Seeds of NumPy's and Python's global generators.
     seeds: tuple[bytes, ...]
+    #: Cores of each rank; empty if ranks are not bound to cores.
     cores: tuple[tuple[int, ...], ...] = ()
+    #: Number of each rank's GPU among those of its host, for the ranks of all hosts; empty if there is one host.
     gpu_numbers: tuple[int, ...] = ()
 
     def without_rank(self, rank: int) -> _SetUpRank:
@@ -217,23 +209,6 @@ def fork_bound(
     return _start_ranks(host_list, n_ranks, use_gpu, cores=tuple(map(tuple, cores)), output=output)
 
 
-@contextlib.contextmanager
-def _start_agents(
-    host_list: Sequence[Host], use_gpu: bool | None, host_timeout: float, output: IO[str] | None
-) -> Iterator[MpiLink]:
-    """Start the agents of the hosts, and end them if the ``with`` block fails."""
-    ranks.check_no_session()
-    if use_gpu:
-        choose_device(True, None)  # raises if this host has no GPUs, before agents start
-    link = MpiLink(host_list, float(host_timeout), output)
-    try:
-        link.start_agents()
-        yield link
-    except BaseException:
-        link.kill()
-        raise
-
-
 def _start_ranks(
     host_list: Sequence[Host],
     n_parallel: int | None,
@@ -246,11 +221,14 @@ def _start_ranks(
     output: IO[str] | None = None,
 ) -> int:
     """Start the agents of other hosts and the ranks, and return the number of ranks; see `fork`."""
-    with contextlib.ExitStack() as stack:
-        link: MpiLink | None = None
-        gpu_numbers: tuple[int, ...] = ()
-        if len(host_list) > 1:
-            link = stack.enter_context(_start_agents(host_list, use_gpu, host_timeout, output))
+    link = MpiLink(host_list, float(host_timeout), output) if len(host_list) > 1 else None
+    gpu_numbers: tuple[int, ...] = ()
+    try:
+        if link is not None:
+            ranks.check_no_session()
+            if use_gpu:
+                choose_device(True, None)  # raises if this host has no GPUs, before agents start
+            link.start_agents()
             device, _ = choose_device(link.choose_gpu_default() if use_gpu is None else use_gpu, None)
             link.assign_ranks(n_parallel, device.needs_gpu)
             size, n_local = link.size, len(link.local_ranks)
@@ -284,6 +262,10 @@ def _start_ranks(
             spawn=is_fork_unsafe(),
             link=link,
         )
+    except BaseException:
+        if link is not None:
+            link.kill()
+        raise
     return size
 
 

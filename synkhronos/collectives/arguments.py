@@ -85,10 +85,7 @@ def is_generator_object(variable: SharedVariable) -> bool:
 
 
 def check_generator_state(session: Session, variable: SharedVariable, value: object, must_jump: bool) -> None:
-    """Raise TypeError or ValueError if a value is not a valid state of a random generator.
-
-    With ``must_jump``, ranks will jump to different positions in the generator's stream.
-    """
+    """Raise TypeError or ValueError unless a value is a valid state of a random generator; see `check_generator`."""
     try:
         get_library(variable).check_generator(variable, value, must_jump and session.size > 1)
     except (TypeError, ValueError) as error:

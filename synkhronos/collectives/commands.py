@@ -31,7 +31,7 @@ from synkhronos.devices import (
     get_rank_device,
 )
 from synkhronos.graph_libraries import GraphLibrary, get_library
-from synkhronos.graph_libraries.library import has_other_references
+from synkhronos.graph_libraries.library import get_storage, has_other_references
 from synkhronos.ranks import ArrayLocation, Command, Rank, RowAccess
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.replication.random_streams import jump_to_rank
@@ -133,7 +133,7 @@ class VariableReplica:
         if self.transport_device is not self.device:
             return np.array(self.device.to_numpy(self.value), order="C")
         self.value = None  # then all references but the container's are the user's
-        is_referenced = has_other_references(self.shared.container.storage)
+        is_referenced = has_other_references(get_storage(self.shared))
         value = self.value = self.library.borrow_value(self.shared)
         array = self.device.as_writable(value, is_referenced)
         if array is not value:
@@ -423,7 +423,7 @@ class AllReducePlan(NamedTuple):
                 communicator.all_reduce(array, op)
                 library.store_value(shared, device.from_numpy(array))
                 continue
-            is_referenced = has_other_references(shared.container.storage)
+            is_referenced = has_other_references(get_storage(shared))
             array = device.as_writable(library.borrow_value(shared), is_referenced)
             communicator.all_reduce(array, op)
             written.append((library, shared, device, array))

@@ -68,10 +68,7 @@ def check_slice_bounds(selection: slice, name: str) -> None:
 
 
 def select_rows_unbounded(batch: BatchArgument) -> Selection:
-    """Return the rows that ``batch`` selects from an unknown number of rows.
-
-    Indexes can't count from the end.
-    """
+    """Return the rows that ``batch`` selects, from the start, from an unknown number of rows."""
     name = "batch"
     if isinstance(batch, slice):
         check_slice_bounds(batch, name)

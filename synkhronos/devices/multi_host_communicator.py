@@ -163,15 +163,12 @@ class MultiHostCommunicator(SharedMemoryCommunicator):
                 for r in contributors
                 if r in local_ranks
             ]
-            partial = None
             if not self._is_first:
-                partial = self._up_in.wait_for_received_frame()[: count * accumulator.itemsize].view(accumulator)[
-                    low:high
-                ]
+                partial = self._up_in.wait_for_received_frame().view(accumulator)[low:high]
+                if contributors[0] < local_ranks.start:
+                    inputs.insert(0, partial)
             out = self._down_out if self._is_last else self._up_out
-            result = out.wait_for_free_frame()[: count * accumulator.itemsize].view(accumulator)[low:high]
-            if partial is not None and contributors[0] < local_ranks.start:
-                inputs.insert(0, partial)
+            result = out.wait_for_free_frame().view(accumulator)[low:high]
             accumulate_arrays(inputs, reduce_op, result)
             if self._is_last and reduce_op.is_mean:
                 np.true_divide(result, len(contributors), out=result)
@@ -206,9 +203,9 @@ class MultiHostCommunicator(SharedMemoryCommunicator):
         offset, count = chunk
         if self._is_last:
             self._down_out.wait_all_processed(n_newer)
-            result = self._down_out.view_previous_frame(n_newer)[: count * accumulator.itemsize].view(accumulator)
+            result = self._down_out.view_previous_frame(n_newer).view(accumulator)[:count]
         else:
-            result = self._down_in.wait_for_received_frame()[: count * accumulator.itemsize].view(accumulator)
+            result = self._down_in.wait_for_received_frame().view(accumulator)[:count]
             if not self._is_first:
                 frame = self._down_out.wait_for_free_frame()
                 if self._rank.number == self._local_ranks.start:

@@ -53,10 +53,7 @@ class Runner:
         """Wait until the last launch, which returned ``results``, has been computed."""
 
     def repeat(self, n_repeats: int) -> Runner | None:
-        """Return the runner that computes ``n_repeats`` times in one launch; None if the engine does not support it.
-
-        Calls with the same argument return the same object.
-        """
+        """Return the runner, always the same, of ``n_repeats`` computations in one launch; None if there is none."""
         return self if n_repeats == 1 else None
 
 

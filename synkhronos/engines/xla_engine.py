@@ -14,6 +14,7 @@ from synkhronos.engines.xla.executable import Executable
 from synkhronos.engines.xla.fused_runner import FusedRunner
 from synkhronos.engines.xla.traced_exchange import ExchangeSpec
 from synkhronos.graph_libraries import GraphLibrary
+from synkhronos.graph_libraries.library import get_storage
 from synkhronos.lowering.jax_function import JaxFunction
 from synkhronos.ranks import Rank
 from synkhronos.variable_types import CompiledFunction, Mode
@@ -52,7 +53,8 @@ class XlaEngine(LazyEngine):
         if rank.size == 1:
             return gradient.fuse(others=executables, n_repeats=n_repeats)
         shared = exchange.get_reduced_variable(rank)
-        value = shared.container.storage[0]
+        storage = get_storage(shared)
+        value = storage[0]
         # An unfused step moves and casts a value that the user has set.
         if not JAX.owns(value) or value.dtype != shared.type.dtype or not JAX.can_reduce_in_launch(value.dtype):
             return None
@@ -60,7 +62,7 @@ class XlaEngine(LazyEngine):
         op = "sum" if exchange.wire_dtype else exchange.op
         shards = exchange.get_shards(rank)
         spec = ExchangeSpec(
-            shared.container.storage,
+            storage,
             wire_dtype=exchange.wire_dtype,
             n_ranks=rank.size,
             n_tail_items=exchange.n_tail_items,

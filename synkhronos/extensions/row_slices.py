@@ -27,6 +27,7 @@ from synkhronos.data.rows import get_share
 from synkhronos.function.call import Call
 from synkhronos.function.dispatcher import Dispatcher
 from synkhronos.function.outputs import RankOutputs
+from synkhronos.graph_libraries.library import get_storage
 from synkhronos.ranks import ArrayLocation, Command, Rank, Session
 
 __all__ = ["PreparedSum", "SlicedSum", "create_slice_queue", "plan_queued_slices", "plan_rank_slices"]
@@ -158,7 +159,7 @@ class ComputeSlices(_ComputeSlicesFields, Command):
         compiled = rank.get_object(call.computation_key).get_or_compile(call.variant)
         compiled.function.trust_input = True  # the inputs have been checked once
         inputs = [location.view(rank.segments) for location in call.inputs if isinstance(location, ArrayLocation)]
-        storages = [rank.get_object(key).container.storage for key in self.row_keys]
+        storages = [get_storage(rank.get_object(key)) for key in self.row_keys]
         own_rows = [storage[0] for storage in storages]
         if self.distributed_sum is None:
             share = get_share(bounds[-1], rank.size, rank.number)

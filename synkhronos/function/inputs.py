@@ -209,10 +209,7 @@ def split_selections_by_rank(batch_s: Any, size: int, name: str = "batch_s") -> 
 
 
 def to_integer_indexes(selection: Any, name: str) -> np.ndarray:
-    """Convert a list of indexes to an array of int64, whose range each rank checks itself.
-
-    Unlike `as_index_array`, raise TypeError for a mask.
-    """
+    """Convert indexes to an array of int64, whose range each rank checks; raise TypeError for a mask."""
     index = as_index_array(selection, name, "a slice, a list of indexes, or a list of these, one for each rank")
     if index.dtype == bool:
         raise TypeError(f"{name}: expected integer indexes, got dtype {index.dtype}")

@@ -50,6 +50,12 @@ class InputSpec:
     library_input: Any
 
 
+def get_storage(shared: SharedVariable) -> list[Any]:
+    """Return the list of one item that holds a shared variable's value; compiled functions refer to the same list."""
+    storage: list[Any] = shared.container.storage
+    return storage
+
+
 def has_other_references(storage: list[Any]) -> bool:
     """Whether the object in a list of one item, such as a container's storage, has other references than the list's."""
     return getrefcount(storage[0]) > 2  # the list's reference, and the argument of getrefcount
@@ -77,10 +83,7 @@ def make_key_files_atomic(key_data_class: Any) -> None:
 
 
 class GraphLibrary(ABC):
-    """A graph library: PyTensor or Theano.
-
-    The methods `function`, `shared`, `grad`, `clone` and `filter` call the library's functions of these names.
-    """
+    """A graph library: PyTensor or Theano."""
 
     #: Import name.
     name: str
@@ -199,10 +202,7 @@ class GraphLibrary(ABC):
         return order
 
     def _get_source_node(self, variable: Variable) -> Any:
-        """Return the node that computes a variable, or a shared variable's default update; None if there is none.
-
-        A default update may itself be a shared variable with a default update.
-        """
+        """Return the node that computes a variable, or a shared variable's default update; None if there is none."""
         seen: set[int] = set()
         while variable is not None and variable.owner is None and id(variable) not in seen:
             seen.add(id(variable))
@@ -225,14 +225,14 @@ class GraphLibrary(ABC):
 
     def borrow_value(self, shared: SharedVariable) -> Any:
         """Return a shared variable's value without a copy: an array, or a random generator."""
-        return shared.container.storage[0]
+        return get_storage(shared)[0]
 
     def store_value(self, shared: SharedVariable, value: Any) -> None:
         """Set a shared variable's value, without a copy where the type allows it."""
         if isinstance(value, np.ndarray):
             shared.container.value = value
         else:  # the type's filter might copy an array of a device to host memory
-            shared.container.storage[0] = value
+            get_storage(shared)[0] = value
 
     @abstractmethod
     def is_generator(self, shared: SharedVariable) -> bool:
@@ -265,10 +265,7 @@ class GraphLibrary(ABC):
     ) -> np.ndarray:
         """Return a value as an array of a variable's type; the flags are those of `InputSpec`.
 
-        Raises
-        ------
-        TypeError, ValueError, AttributeError
-            If the library rejects the value, or if a cast would change a number and ``allow_downcast`` is not True.
+        An error of the library is raised, or TypeError if a cast would change a number without ``allow_downcast``.
         """
         check_dense(value, "value")
         array = np.asarray(variable_type.filter(value, strict=strict, allow_downcast=allow_downcast))

@@ -21,10 +21,7 @@ DECOMPOSE_ATTENTION = "decompose_attention"
 
 
 class StaticLengthLinker(JAXLinker):
-    """JAX linker whose functions may have lengths that depend on integer inputs.
-
-    A compiled function has the attribute ``length_graph``, a `StaticLengthGraph` or None.
-    """
+    """JAX linker whose functions have an attribute ``length_graph``: a `StaticLengthGraph`, or None."""
 
     # XLA fuses as well.  PyTensor would fuse a length with data that are divided by it; then it can't be extracted.
     incompatible_rewrites = (*JAXLinker.incompatible_rewrites, "fusion", DECOMPOSE_ATTENTION)

@@ -45,10 +45,7 @@ def share_key_storage(container: Any, storage: list[Any]) -> list[Any]:
 
 
 class _UserFunctionKeys:
-    """Key storage of a generator in functions that the user compiled, each with a dict of its own.
-
-    It has the interface of a list with one key, and updates all dicts together.
-    """
+    """A list of one key, for the dicts of a generator in all functions that the user compiled."""
 
     def __init__(self) -> None:
         self.storages: list[list[Any]] = []

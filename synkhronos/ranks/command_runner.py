@@ -166,7 +166,7 @@ class CommandRunner(ABC):
     # -- commands --------------------------------------------------------------------------------------------
 
     def run(self, command: Command) -> Any:
-        """Run a command on every rank and return the result of the master's part.  The lock has to be held.
+        """Run a command on every rank, under the lock; return the master's result.
 
         It raises WorkerError if a worker raised an exception or died, or the exception of the master's own part.
         """

@@ -271,12 +271,16 @@ def test_agent_messages_are_separated_from_mpirun_output(monkeypatch):
         synk.fork(hosts=["a", "b"], use_gpu=False)
 
 
+class AgentsStarted(Exception):
+    """Ends a start of ranks once the agents have started."""
+
+
 def start_hosts_interrupted(press):
     """Start hosts, with Ctrl-C before instruction `press`; return the number of instructions."""
     codes = {
         mpi_link.MpiLink.start_agents.__code__,
         mpi_link.MpiLink.__init__.__code__,
-        startup._start_agents.__wrapped__.__code__,
+        startup._start_ranks.__code__,
     }
     before, count = sys.gettrace(), 0
 
@@ -291,9 +295,8 @@ def start_hosts_interrupted(press):
 
     sys.settrace(trace)
     try:
-        with startup._start_agents([Host("a", 1), Host("b", 1)], False, 10, None) as hosts:
-            sys.settrace(before)
-        hosts.kill()
+        with pytest.raises(AgentsStarted):
+            startup._start_ranks([Host("a", 1), Host("b", 1)], None, False)
     finally:
         sys.settrace(before)
     return count
@@ -306,6 +309,13 @@ def test_interrupt_at_any_moment_leaves_no_mpirun(monkeypatch):
     reports = [{"name": name, "n_cores": 1, "n_gpus": 0, "versions": {}} for name in "ab"]
     monkeypatch.setattr(mpirun, "make_mpirun_command", lambda names, address: ["sleep", "60"])
     monkeypatch.setattr(mpi_link.MpiLink, "_accept_agent", lambda self, listener: reports)
+    before = sys.gettrace()
+
+    def stop(*_):
+        sys.settrace(before)
+        raise AgentsStarted
+
+    monkeypatch.setattr(startup, "choose_device", stop)
     for press in range(1, 1 + start_hosts_interrupted(-1)):
         with pytest.raises(KeyboardInterrupt):
             start_hosts_interrupted(press)

@@ -245,10 +245,7 @@ class NcclCommunicator(Communicator):
         return self._library.get_pointer(array), array.size, to_nccl_dtype(array.dtype)
 
     def _wait_until_idle(self, check_peers: Callable[[], None] | None = None) -> None:
-        """Wait until the stream is idle, when no write in place is pending; poll ``check_peers``, which may raise.
-
-        By default it is `_abort_on_failure`.
-        """
+        """Wait until the stream is idle; poll ``check_peers``, by default `_abort_on_failure`, which may raise."""
         check_peers = check_peers or self._abort_on_failure
         start = last_check = perf_counter()
         while not self._watchdog.is_stream_idle():

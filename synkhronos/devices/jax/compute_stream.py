@@ -15,10 +15,7 @@ _log = logging.getLogger("synkhronos")
 
 
 class ComputeStream(NamedTuple):
-    """The stream on which XLA computes.
-
-    If it ``is_inline``, XLA calls foreign functions in the launching thread, before the launch returns.
-    """
+    """The stream on which XLA computes; ``is_inline`` if XLA calls foreign functions in the launching thread."""
 
     handle: int
     is_inline: bool

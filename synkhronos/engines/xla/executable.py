@@ -18,7 +18,7 @@ from synkhronos.devices.jax.scalar_log import LOG_CAPACITY, ScalarLog
 from synkhronos.engines.engine import Runner
 from synkhronos.engines.xla.trace import trace_functions, trace_loop
 from synkhronos.engines.xla.traced_exchange import ExchangeSpec
-from synkhronos.graph_libraries.library import has_other_references
+from synkhronos.graph_libraries.library import get_storage, has_other_references
 from synkhronos.lowering.jax_function import JaxFunction
 from synkhronos.lowering.precision import COMPILER_OPTIONS, is_bfloat16_requested
 from synkhronos.ranks.interrupts import defer_signals
@@ -249,7 +249,7 @@ def _can_fuse(executables: Sequence[Executable], spec: ExchangeSpec | None, n_re
         return True
     needed = [(spec.storage, executables[0]._functions[0].result_storages)]
     if spec.shards is not None:
-        needed.append((spec.shards.row.container.storage, executables[1]._storages))
+        needed.append((get_storage(spec.shards.row), executables[1]._storages))
     return all(any(storage is item for item in storages) for storage, storages in needed)
 
 

@@ -16,6 +16,7 @@ from synkhronos.devices.jax.xla_communicator import Collective
 from synkhronos.engines.engine import StepShards
 from synkhronos.engines.xla.jaxpr_evaluator import JaxprEvaluator
 from synkhronos.engines.xla.vector_parts import can_write_parts, trace_in_place, write_parts
+from synkhronos.graph_libraries.library import get_storage
 from synkhronos.lowering.jax_function import JaxFunction
 from synkhronos.variable_types import Array
 
@@ -195,7 +196,7 @@ class TracedShardedExchange(TracedExchange):
     def __init__(self, spec: ExchangeSpec, ffi_collectives: FfiCollectives, iterations: Sequence[Any]):
         super().__init__(spec, ffi_collectives, iterations)
         assert spec.shards is not None
-        self._shards, self._row_storage = spec.shards, spec.shards.row.container.storage
+        self._shards, self._row_storage = spec.shards, get_storage(spec.shards.row)
         #: Blocks of this rank's reduced row; before the second function.
         self._rows: list[Any] = []
         #: All ranks' updated rows, and the flag of the reduced row; after the second function.
@@ -217,7 +218,7 @@ class TracedShardedExchange(TracedExchange):
 
     def _get_valid_flag(self, storage_id: int) -> Any:
         # This rank's shards are valid if its row is.  They are updated at once, in place.
-        is_state_shard = any(storage_id == id(shard.container.storage) for shard in self._shards.state_shards)
+        is_state_shard = any(storage_id == id(get_storage(shard)) for shard in self._shards.state_shards)
         return self._is_row_valid if is_state_shard else self._is_valid
 
     def _trace_gradient(self, function: JaxFunction, operands: Sequence[Any]) -> Sequence[Any]:

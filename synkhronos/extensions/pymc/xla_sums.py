@@ -18,6 +18,7 @@ from synkhronos.engines.xla.spmd_program import SpmdProgram
 from synkhronos.extensions.rows_sum import DistributedSum, SumOverRows
 from synkhronos.extensions.rows_sum_graph import replace_variables
 from synkhronos.graph_libraries import get_library
+from synkhronos.graph_libraries.library import get_storage
 from synkhronos.lowering.differentiable_sums import fuse_sums, make_callback_sum
 from synkhronos.variable_types import Array, FunctionGraph, Node
 
@@ -100,7 +101,7 @@ def _convert_spmd_sums(op: SpmdSums, **_: Any) -> Callable[..., Any]:
         raise RuntimeError("SpmdSums can be converted to JAX only in a program of the ranks")
     functions = []
     for graph in op.graphs:
-        rows = [program.rank.get_object(key).container.storage[0] for key in graph.row_keys]
+        rows = [get_storage(program.rank.get_object(key))[0] for key in graph.row_keys]
         compile_function = get_library(graph.total).function
         functions.append(program.compile_for_local_rows(compile_function, graph.inputs, graph.total, rows))
     counts = [len(graph.inputs) - len(graph.row_keys) for graph in op.graphs]
