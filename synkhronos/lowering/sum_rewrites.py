@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from types import UnionType
 from typing import Any
 
 import pytensor.tensor as pt
@@ -23,8 +24,12 @@ from pytensor.scalar.basic import Add, Mul, Sub, TrueDiv
 from pytensor.tensor.elemwise import DimShuffle, Elemwise
 from pytensor.tensor.math import Sum
 
-from synkhronos.lowering.patterns import is_elementwise
 from synkhronos.variable_types import Node, Variable
+
+
+def is_elementwise(node: Node | None, scalar_op: type | UnionType) -> bool:
+    """Whether a variable's owner applies a scalar function elementwise; False for the owner of an input, None."""
+    return node is not None and isinstance(node.op, Elemwise) and isinstance(node.op.scalar_op, scalar_op)
 
 
 class PartialSumSharer(GraphRewriter):

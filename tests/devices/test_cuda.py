@@ -17,7 +17,7 @@ import synkhronos as synk
 from synkhronos import devices, ranks
 from synkhronos.data.data_access import get_array_location
 from synkhronos.devices import JAX, PYGPU, cuda
-from synkhronos.devices.cuda.nccl_group import NcclGroupCommunicator
+from synkhronos.devices.cuda.nccl import NcclGroupCommunicator
 from synkhronos.devices.cuda.staging import Staging, _PinnedMemory
 from synkhronos.devices.jax.xla_communicator import BufferSpan, XlaCommunicator
 from synkhronos.engines.xla.fused_runner import NcclCollectiveLauncher

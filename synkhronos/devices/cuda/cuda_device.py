@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices import cuda
-from synkhronos.devices.cuda.nccl import NcclCommunicator, to_nccl_dtype
-from synkhronos.devices.cuda.nccl_group import NcclGroupCommunicator
+from synkhronos.devices.cuda.nccl import NcclCommunicator, NcclGroupCommunicator, to_nccl_dtype
 from synkhronos.devices.cuda.staging import ItemRange, Staging
 from synkhronos.devices.device import Device
 from synkhronos.devices.reduce_op import REDUCE_OPS

@@ -19,7 +19,7 @@ from pytensor.tensor.elemwise import DimShuffle
 
 from synkhronos.extensions.rows_sum_graph import replace_variables
 from synkhronos.graph_libraries import get_library
-from synkhronos.lowering.patterns import is_elementwise
+from synkhronos.lowering.sum_rewrites import is_elementwise
 from synkhronos.variable_types import Variable
 
 __all__ = ["simplify_logistic"]
