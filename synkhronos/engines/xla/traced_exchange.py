@@ -56,8 +56,9 @@ class ExchangeSpec(NamedTuple):
         """Names of the collectives of one computation, in their order."""
         if self.shards is None:
             return ("all_reduce",)
-        two_gathers = ("reduce_scatter", "all_gather", "all_gather")
-        return two_gathers if self.shards.gathers_gradient else ("reduce_scatter", "all_gather")
+        if self.shards.gathers_gradient:
+            return ("reduce_scatter", "all_gather", "all_gather")
+        return ("reduce_scatter", "all_gather")
 
     @property
     def key(self) -> tuple[Any, ...]:
