@@ -134,9 +134,9 @@ class GraphLibrary(ABC):
         flags = bool(value.mutable), value.strict, value.allow_downcast
         return InputSpec(value.variable, value.name, *flags, self._get_default_value(value), value)
 
+    @abstractmethod
     def _get_default_value(self, library_input: Any) -> tuple[Any, ...]:
         """Return a tuple with the default value of an ``In``; an empty tuple if there is none."""
-        raise NotImplementedError
 
     def get_output_variable(self, value: Any) -> Any:
         """Return the variable of an output, which is a variable or an ``Out``."""
@@ -162,9 +162,9 @@ class GraphLibrary(ABC):
         """Return the gradients of a scalar with respect to variables."""
         return self.package.grad(cost, wrt)
 
+    @abstractmethod
     def clone(self, outputs: Sequence[Any], replace: dict[Any, Any]) -> list[Any]:
         """Return copies of the outputs' graphs with variables replaced."""
-        raise NotImplementedError
 
     def is_xla_mode(self, mode: Mode) -> bool:
         """Whether XLA compiles functions of this mode."""
