@@ -106,7 +106,7 @@ def faults():
                 start = time.monotonic()
                 try:
                     ranks.get_session().run(FailInAllReduce("raise", failing_rank, is_late, waits_until_started))
-                    print("nothing was raised")
+                    raise AssertionError("nothing was raised")
                 except (ArithmeticError, synk.WorkerError) as error:
                     assert "the sum is odd" in str(error), error
                 synk.broadcast(s)
