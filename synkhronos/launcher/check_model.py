@@ -152,13 +152,13 @@ class _ModelCheck:
                 instance.apply_gradients()
             recorder.count_iteration()
         recorder.write_line()
-        meter = recorder.meter
-        if not meter.weight_sum:
+        totals = recorder.meter.totals
+        if not totals.weight_sum:
             self.problems.append(
                 "train_iter() has not called recorder.train_error(count, cost, error): no cost will be recorded"
             )
-        elif not np.isfinite(loss := meter.weighted_loss_sum / meter.weight_sum):
-            self.problems.append(f"the cost is {loss} after {meter.total_steps} iterations")
+        elif not np.isfinite(loss := totals.compute_loss()):
+            self.problems.append(f"the cost is {loss} after {totals.steps} iterations")
         if hash_values(FlatVariables(list(instance.params))) == initial_hash:
             self.problems.append("train_iter() changes none of params")
         self.call_optional(instance, "reset_iter", "train")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
 
 from synkhronos.checks import check_choice, suggest_keywords
 from synkhronos.programs import RankContext
-from synkhronos.rules.rule import Rule, check_period
+from synkhronos.rules.rule import Exclude, Period, Rule, check_period
 from synkhronos.rules.state import State
-from synkhronos.variable_types import SharedVariable
 
 
 class BSP(Rule):
@@ -42,10 +40,7 @@ class BSP(Rule):
 
     @suggest_keywords
     def __init__(
-        self,
-        average: Literal["gradient", "params"] = "gradient",
-        exclude: Callable[[SharedVariable], bool] | None = None,
-        precision: str | None = None,
+        self, average: Literal["gradient", "params"] = "gradient", exclude: Exclude = None, precision: str | None = None
     ):
         super().__init__(1, exclude, precision)
         self.average = check_choice(average, "average", ("gradient", "params"))
@@ -89,9 +84,9 @@ class LocalSGD(Rule):
     @suggest_keywords
     def __init__(
         self,
-        period: int | Callable[[int], int] = 10,
+        period: Period = 10,
         state: Literal["keep", "average", "reset"] = "keep",
-        exclude: Callable[[SharedVariable], bool] | None = None,
+        exclude: Exclude = None,
         precision: str | None = None,
     ):
         super().__init__(period, exclude, precision)
@@ -123,10 +118,10 @@ class PostLocal(LocalSGD):
     @suggest_keywords
     def __init__(
         self,
-        period: int | Callable[[int], int] = 10,
+        period: Period = 10,
         start: int = 1000,
         state: Literal["keep", "average", "reset"] = "keep",
-        exclude: Callable[[SharedVariable], bool] | None = None,
+        exclude: Exclude = None,
         precision: str | None = None,
     ):
         super().__init__(period, state, exclude, precision)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,9 +11,9 @@ from synkhronos.checks import check_flag, suggest_keywords
 from synkhronos.devices import get_array_device
 from synkhronos.programs import RankContext
 from synkhronos.rules.elastic import CENTRE_LOCK, CentreRule, read_centre
-from synkhronos.rules.rule import check_period, reduce_by_rows
+from synkhronos.rules.rule import Exclude, check_period, reduce_by_rows
 from synkhronos.rules.state import State
-from synkhronos.variable_types import Array, SharedVariable
+from synkhronos.variable_types import Array
 
 
 class Downpour(CentreRule):
@@ -41,13 +40,7 @@ class Downpour(CentreRule):
     """
 
     @suggest_keywords
-    def __init__(
-        self,
-        push: int = 1,
-        fetch: int = 1,
-        asynchronous: bool = True,
-        exclude: Callable[[SharedVariable], bool] | None = None,
-    ):
+    def __init__(self, push: int = 1, fetch: int = 1, asynchronous: bool = True, exclude: Exclude = None):
         self.push, self.fetch = check_period(push, "push"), check_period(fetch, "fetch")
         super().__init__(math.gcd(self.push, self.fetch), exclude)
         self.asynchronous = check_flag(asynchronous, "asynchronous")
@@ -166,5 +159,5 @@ class ASGD(Downpour):
     """
 
     @suggest_keywords
-    def __init__(self, period: int = 1, exclude: Callable[[SharedVariable], bool] | None = None):
+    def __init__(self, period: int = 1, exclude: Exclude = None):
         super().__init__(period, period, True, exclude)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -10,9 +10,9 @@ import numpy as np
 from synkhronos.checks import check_flag, suggest_keywords
 from synkhronos.devices import NUMPY, get_array_device
 from synkhronos.programs import RankContext
-from synkhronos.rules.rule import Rule, SharedArrays, check_fraction, check_momentum
+from synkhronos.rules.rule import Exclude, Period, Rule, SharedArrays, check_fraction, check_momentum
 from synkhronos.rules.state import State
-from synkhronos.variable_types import Array, SharedVariable
+from synkhronos.variable_types import Array
 
 #: Number of the lock of the centre.
 CENTRE_LOCK = 0
@@ -67,10 +67,10 @@ class EASGD(CentreRule):
     def __init__(
         self,
         beta: float = 0.9,
-        period: int | Callable[[int], int] = 10,
+        period: Period = 10,
         alpha: float | None = None,
         asynchronous: bool = True,
-        exclude: Callable[[SharedVariable], bool] | None = None,
+        exclude: Exclude = None,
     ):
         super().__init__(period, exclude)
         self.beta = check_fraction(beta, "beta")
@@ -155,11 +155,11 @@ class EAMSGD(EASGD):
     def __init__(
         self,
         beta: float = 0.9,
-        period: int | Callable[[int], int] = 10,
+        period: Period = 10,
         momentum: float = 0.99,
         alpha: float | None = None,
         asynchronous: bool = True,
-        exclude: Callable[[SharedVariable], bool] | None = None,
+        exclude: Exclude = None,
     ):
         super().__init__(beta, period, alpha, asynchronous, exclude)
         self.momentum = check_momentum(momentum)

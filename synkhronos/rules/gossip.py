@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,9 +10,9 @@ from synkhronos.checks import check_at_least, suggest_keywords
 from synkhronos.devices import get_array_device
 from synkhronos.programs import RankContext
 from synkhronos.programs.rank_context import get_rank_lock
-from synkhronos.rules.rule import Rule, SharedArrays, check_fraction
+from synkhronos.rules.rule import Exclude, Rule, SharedArrays, check_fraction
 from synkhronos.rules.state import State
-from synkhronos.variable_types import Array, SharedVariable
+from synkhronos.variable_types import Array
 
 
 class GoSGD(Rule):
@@ -45,9 +44,7 @@ class GoSGD(Rule):
     asynchronous = True
 
     @suggest_keywords
-    def __init__(
-        self, probability: float = 0.01, seed: int = 0, exclude: Callable[[SharedVariable], bool] | None = None
-    ):
+    def __init__(self, probability: float = 0.01, seed: int = 0, exclude: Exclude = None):
         super().__init__(1, exclude)
         self.probability = check_fraction(probability, "probability")
         self.seed = check_at_least(seed, "seed", 0)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from synkhronos.checks import check_flag, check_positive, suggest_keywords
 from synkhronos.programs import RankContext
-from synkhronos.rules.rule import Rule, check_momentum
+from synkhronos.rules.rule import Exclude, Period, Rule, check_momentum
 from synkhronos.rules.state import State
-from synkhronos.variable_types import Array, SharedVariable
+from synkhronos.variable_types import Array
 
 
 class _OuterOptimizerRule(Rule):
@@ -65,10 +63,10 @@ class SlowMo(_OuterOptimizerRule):
     @suggest_keywords
     def __init__(
         self,
-        period: int | Callable[[int], int] = 12,
+        period: Period = 12,
         lr: float = 1.0,
         momentum: float = 0.5,
-        exclude: Callable[[SharedVariable], bool] | None = None,
+        exclude: Exclude = None,
         precision: str | None = None,
     ):
         super().__init__(period, exclude, precision)
@@ -109,11 +107,11 @@ class DiLoCo(_OuterOptimizerRule):
     @suggest_keywords
     def __init__(
         self,
-        period: int | Callable[[int], int] = 500,
+        period: Period = 500,
         lr: float = 0.7,
         momentum: float = 0.9,
         nesterov: bool = True,
-        exclude: Callable[[SharedVariable], bool] | None = None,
+        exclude: Exclude = None,
         precision: str | None = None,
     ):
         super().__init__(period, exclude, precision)

@@ -18,6 +18,10 @@ from synkhronos.variable_types import Array, SharedVariable
 
 #: Shapes and dtypes of a rule's arrays in shared memory, by name.
 SharedArrays = dict[str, tuple[tuple[int, ...], Any]]
+#: Number of steps between two exchanges, or a function of the number of steps so far that returns it.
+Period = int | Callable[[int], int]
+#: Predicate of a parameter: whether ranks do not exchange it.
+Exclude = Callable[[SharedVariable], bool] | None
 #: Dtypes in which parameters can be exchanged; None is their own dtype.
 PRECISIONS = (None, "float32", "float16", "bfloat16")
 
@@ -44,8 +48,8 @@ class Rule:
     """
 
     asynchronous: bool = False
-    period: int | Callable[[int], int] = 1
-    exclude: Callable[[SharedVariable], bool] | None = None
+    period: Period = 1
+    exclude: Exclude = None
     precision: str | None = None
     #: Run that `init` has started; None before, and after `wait`.
     _launched_run: Any = None
@@ -53,12 +57,7 @@ class Rule:
     #: rules are in a lower layer than the launcher, and cannot import it.
     launch: ClassVar[Callable[..., Any]]
 
-    def __init__(
-        self,
-        period: int | Callable[[int], int] | None = None,
-        exclude: Callable[[SharedVariable], bool] | None = None,
-        precision: str | None = None,
-    ):
+    def __init__(self, period: Period | None = None, exclude: Exclude = None, precision: str | None = None):
         if period is not None:  # else the class attribute applies
             self.period = period if callable(period) else check_period(period, "period")
         if exclude is not None and not callable(exclude):
@@ -163,11 +162,7 @@ class Rule:
     # -- runs of the launcher, as of Theano-MPI's rules -------------------------------------------------------
 
     def init(
-        self,
-        devices: Sequence[str] | str | None = None,
-        modelfile: str = "",
-        modelclass: str = "",
-        **settings: Any,
+        self, devices: Sequence[str] | str | None = None, modelfile: str = "", modelclass: str = "", **settings: Any
     ) -> None:
         """Start to train a model class by this rule in new processes, without waiting for them; see `wait`.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,9 +9,9 @@ import numpy as np
 from synkhronos.checks import check_at_least, check_flag, suggest_keywords
 from synkhronos.programs import RankContext
 from synkhronos.programs.rank_context import get_rank_lock
-from synkhronos.rules.rule import Rule, SharedArrays
+from synkhronos.rules.rule import Exclude, Period, Rule, SharedArrays
 from synkhronos.rules.state import State
-from synkhronos.variable_types import Array, SharedVariable
+from synkhronos.variable_types import Array
 
 
 class Swap(Rule):
@@ -39,13 +38,7 @@ class Swap(Rule):
     """
 
     @suggest_keywords
-    def __init__(
-        self,
-        period: int | Callable[[int], int] = 100,
-        replace: bool = False,
-        seed: int = 0,
-        exclude: Callable[[SharedVariable], bool] | None = None,
-    ):
+    def __init__(self, period: Period = 100, replace: bool = False, seed: int = 0, exclude: Exclude = None):
         super().__init__(period, exclude)
         self.replace, self.seed = check_flag(replace, "replace"), check_at_least(seed, "seed", 0)
 

@@ -13,7 +13,7 @@ from trainer_model import ALL, ROWS, Model, X, Y
 import synkhronos as synk
 from synkhronos import rules
 from synkhronos.training import Checkpoint, CheckpointError, Recorder, make_trainer, schedules
-from synkhronos.training.monitoring.meter import FirstLaunches, RankTotals
+from synkhronos.training.monitoring.meter import RankTotals
 from synkhronos.training.monitoring.recorder import read_records
 from synkhronos.training.monitoring.report import make_report
 from synkhronos.training.updates import sgd
@@ -280,8 +280,8 @@ def test_gosgd_interrupt_keeps_the_mean(fork, monkeypatch, place):
 
 def test_reported_learning_rate_is_of_a_stepping_rank():
     seconds = {"compute": 1.0}
-    idle = RankTotals(0.0, 0.0, 0, 0, seconds, 0.0, FirstLaunches())
-    busy = RankTotals(5.0, 5.0, 5, 1, seconds, 0.1, FirstLaunches())
+    idle = RankTotals(seconds=seconds, learning_rate=0.0)
+    busy = RankTotals(5.0, 5.0, 5, 1, seconds, 0.1)
     assert make_report([idle, busy], 0.5, 5, "2 x 5").learning_rate == 0.1
     assert np.isnan(make_report([idle, idle], 0.5, 0, "2 x 5").learning_rate)
 

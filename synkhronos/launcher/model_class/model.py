@@ -20,11 +20,7 @@ from synkhronos.launcher.model_class.model_interface import ModelInterfaceError,
 from synkhronos.training import updates
 from synkhronos.training.train_function.extra_updates import append_averaged_updates
 from synkhronos.training.train_function.step_options import StepOptions
-from synkhronos.training.train_function.training_graph import (
-    TrainingGraph,
-    build_local_updates,
-    replace_params,
-)
+from synkhronos.training.train_function.training_graph import TrainingGraph, build_local_updates, replace_params
 from synkhronos.training.train_function.weighted_mean import warn_of_varying_denominators
 from synkhronos.training.updates.flat_gradient import FlatGradient, RuleUpdates
 from synkhronos.training.updates.sharded_updates import ShardedUpdates, ShardedVariable

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.training.monitoring.meter import FirstLaunches, Meter, RankTotals
+from synkhronos.training.monitoring.meter import Meter, RankTotals
 
 #: Names of activities in this library's records, by Theano-MPI's names.
 _ACTIVITIES = {"calc": "compute", "comm": "exchange", "sync": "wait", "wait": "load", "load": "load"}
@@ -47,12 +47,7 @@ class ModelRecorder:
     """
 
     def __init__(
-        self,
-        rank: int,
-        recorder: Any = None,
-        every: int = 40,
-        rows_per_step: int = 1,
-        folder: Path | None = None,
+        self, rank: int, recorder: Any = None, every: int = 40, rows_per_step: int = 1, folder: Path | None = None
     ):
         self.rank, self.every, self.rows_per_step = rank, every, rows_per_step
         self.verbose = rank == 0
@@ -186,9 +181,7 @@ class ModelRecorder:
         """
         self.epoch, self.epoch_began = epoch, time.perf_counter()
         rows = steps * self.rows_per_step
-        self.meter.begin_interval(
-            RankTotals(weighted_cost_sum, weight_sum, rows, steps, {}, math.nan, FirstLaunches(rows, 0.0))
-        )
+        self.meter.begin_interval(RankTotals(weighted_cost_sum, weight_sum, rows, steps, first_launch_rows=rows))
 
     def count_iteration(self, seconds: float = 0.0) -> None:
         """Count an iteration of ``seconds`` seconds; the speed excludes the first iteration."""

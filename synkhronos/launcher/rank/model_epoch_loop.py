@@ -255,7 +255,7 @@ class ModelEpochLoop(EpochLoop):
         if self._report_recorder is None:
             return
         if self.memory_checkpoints:
-            first = self.recorder.meter.total_steps - self.recorder.meter.interval_steps
+            first = self.recorder.meter.total_steps - self.recorder.meter.totals.steps
             report.deaths = [death for death in DeathLog(self.state.folder).read() if death["step"] >= first]
         self._report_recorder.write(report.to_record())
         values = {} if math.isnan(report.loss) else {"cost": report.loss}

@@ -95,13 +95,13 @@ class ModelState:
         if isinstance(self.rule, GradientSumRule) and not self.applies_gradients:
             self.rule.save_pending(self.rule_state)
         state = rank_state.collect_state(self.context, self._spec)
-        meter = self.recorder.meter
+        totals, total_steps = self.recorder.meter.totals, self.recorder.meter.total_steps
         position = (
-            {**self.position, "record": [meter.interval_steps, meter.weighted_loss_sum, meter.weight_sum]}
+            {**self.position, "record": [totals.steps, totals.weighted_loss_sum, totals.weight_sum]}
             if is_within_epoch
             else None
         )
-        rank_entry = state, get_global_generator_states(), meter.total_steps, position
+        rank_entry = state, get_global_generator_states(), total_steps, position
         if self.context.number:
             self.context.send(rank_entry, 0)
         else:
@@ -118,7 +118,7 @@ class ModelState:
                 "totals": [steps for _, _, steps, _ in rank_entries],
                 "within": [position for *_, position in rank_entries] if is_within_epoch else None,
             }
-            (checkpoint or self.checkpoints).save(meter.total_steps, arrays, meta, metrics)
+            (checkpoint or self.checkpoints).save(total_steps, arrays, meta, metrics)
         self.context.barrier("the checkpoint is written")
 
     def restore(self, path: str) -> None:

@@ -12,9 +12,11 @@ Losses are added in the order of the steps, so the sums do not depend on when lo
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from dataclasses import astuple, dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -33,47 +35,66 @@ class RankRecorder(Protocol):
         """Write a line of a rank."""
 
 
-class FirstLaunches(NamedTuple):
-    """Rows and seconds of the first launch of each shape, which may have compiled functions."""
-
-    rows: int = 0
-    seconds: float = 0.0
-
-
-class RankTotals(NamedTuple):
-    """Totals of one rank's training since the last report."""
+@dataclass
+class RankTotals:
+    """Totals of one rank's training since the last report, or since the last line of a recorder."""
 
     #: Sum of the steps' losses, each times its weight.
-    weighted_loss_sum: float
+    weighted_loss_sum: float = 0.0
     #: Sum of the steps' weights: the values of the model's weight, or numbers of rows.
-    weight_sum: float
-    rows: int
-    steps: int
+    weight_sum: float = 0.0
+    rows: int = 0
+    steps: int = 0
     #: Time by activity: compute, exchange, wait, load.
-    seconds: dict[str, float]
+    seconds: dict[str, float] = field(default_factory=dict)
     #: Learning rate of the last step; NaN if it is unknown.
-    learning_rate: float
-    first_launches: FirstLaunches
+    learning_rate: float = math.nan
+    #: Rows and seconds of the first launch of each shape, which may have compiled functions.
+    first_launch_rows: int = 0
+    first_launch_seconds: float = 0.0
+
+    def compute_loss(self) -> float:
+        """Return the mean loss; NaN if the weights are all 0."""
+        return self.weighted_loss_sum / self.weight_sum if self.weight_sum else math.nan
+
+    def compute_rows_per_second(self, seconds: float) -> float:
+        """Return the rows per second without first launches, or with them if there were no others."""
+        rows, first_seconds = self.rows - self.first_launch_rows, self.first_launch_seconds
+        if not rows and first_seconds:
+            rows, first_seconds = self.rows, 0.0
+        return rows / (seconds - first_seconds)
+
+    def to_json(self) -> list[Any]:
+        """Return the totals for a checkpoint."""
+        *values, first_rows, first_seconds = astuple(self)
+        return [*values, [first_rows, first_seconds]]
+
+    @classmethod
+    def from_json(cls, entry: Sequence[Any]) -> RankTotals:
+        """Restore totals from `to_json`."""
+        return cls(*entry[:-1], *entry[-1])
+
+
+def add_totals(totals: Sequence[RankTotals]) -> RankTotals:
+    """Return the sums over ranks, with the mean seconds by activity, and the learning rate of a rank with rows."""
+    return RankTotals(
+        weighted_loss_sum=sum(total.weighted_loss_sum for total in totals),
+        weight_sum=sum(total.weight_sum for total in totals),
+        rows=sum(total.rows for total in totals),
+        steps=sum(total.steps for total in totals),
+        seconds={name: float(np.mean([t.seconds.get(name, 0.0) for t in totals])) for name in totals[0].seconds},
+        learning_rate=next((total.learning_rate for total in totals if total.rows), math.nan),
+        first_launch_rows=sum(total.first_launch_rows for total in totals),
+        first_launch_seconds=sum(total.first_launch_seconds for total in totals),
+    )
 
 
 def resize_totals(totals: Sequence[RankTotals], n_ranks: int) -> list[RankTotals]:
     """Convert totals to another number of ranks: the first has the sums over ranks, and all have the mean seconds."""
     if not totals or len(totals) == n_ranks:
         return list(totals)
-    seconds = {name: float(np.mean([total.seconds[name] for total in totals])) for name in totals[0].seconds}
-    first = totals[0]._replace(
-        weighted_loss_sum=sum(total.weighted_loss_sum for total in totals),
-        weight_sum=sum(total.weight_sum for total in totals),
-        rows=sum(total.rows for total in totals),
-        steps=sum(total.steps for total in totals),
-        seconds=seconds,
-        first_launches=FirstLaunches(
-            sum(total.first_launches.rows for total in totals),
-            sum(total.first_launches.seconds for total in totals),
-        ),
-    )
-    empty = first._replace(weighted_loss_sum=0.0, weight_sum=0.0, rows=0, steps=0, first_launches=FirstLaunches())
-    return [first, *([empty] * (n_ranks - 1))]
+    first = add_totals(totals)
+    return [first, *[RankTotals(seconds=first.seconds, learning_rate=first.learning_rate)] * (n_ranks - 1)]
 
 
 class ActivityTimer:
@@ -102,17 +123,15 @@ class ActivityTimer:
             self._seconds[self._activity] += self.seconds_without_wait
 
 
-class _LineTotals:
-    """Counters at a recorder's last line, and sums of losses since then."""
+class _NextLine:
+    """Line that a recorder gets next: totals since its last line, whose ``seconds`` are those at that line."""
 
     def __init__(self, recorder: RankRecorder):
         self.recorder = recorder
 
-    def begin(self, meter: Meter) -> None:
-        """Start a new line from the present counters."""
-        self.steps, self.rows, self.first_launches = meter.interval_steps, meter.interval_rows, meter.first_launches
-        self.seconds = dict(meter.seconds)
-        self.weighted_loss_sum = self.weight_sum = 0.0
+    def begin(self, seconds: dict[str, float]) -> None:
+        """Start a new line; ``seconds`` is the present time by activity."""
+        self.totals = RankTotals(seconds=dict(seconds))
         self.began = time.perf_counter()
 
 
@@ -139,24 +158,18 @@ class Meter:
         self._launch_shapes = set() if launch_shapes is None else launch_shapes
         #: Time by activity since the last report.  Timers add to this dict, so it is never replaced.
         self.seconds: dict[str, float] = {}
-        self._lines = [_LineTotals(recorder) for recorder in recorders]
+        self._lines = [_NextLine(recorder) for recorder in recorders]
         self.begin_interval()
 
     def begin_interval(self, earlier_totals: RankTotals | None = None) -> None:
         """Start an interval between two reports; ``earlier_totals`` has totals of its first part, from a checkpoint."""
-        self.weighted_loss_sum = self.weight_sum = 0.0
-        self.interval_rows = self.interval_steps = 0
-        self.first_launches = FirstLaunches()
+        #: Totals since the last report; their seconds are in `seconds`.
+        self.totals = RankTotals() if earlier_totals is None else replace(earlier_totals)
         self.seconds.clear()
-        self.seconds.update(dict.fromkeys(("compute", "exchange", "wait", "load"), 0.0))
-        if earlier_totals is not None:
-            self.weighted_loss_sum, self.weight_sum = earlier_totals.weighted_loss_sum, earlier_totals.weight_sum
-            self.interval_rows, self.interval_steps = earlier_totals.rows, earlier_totals.steps
-            self.first_launches = earlier_totals.first_launches
-            self.seconds.update(earlier_totals.seconds)
+        self.seconds.update({**dict.fromkeys(("compute", "exchange", "wait", "load"), 0.0), **self.totals.seconds})
         self.discard_losses()
         for line in self._lines:
-            line.begin(self)
+            line.begin(self.seconds)
 
     def time_activity(self, activity: str) -> ActivityTimer:
         """Return a context manager that adds a block's duration to an activity's time."""
@@ -164,19 +177,25 @@ class Meter:
 
     def count_step(self, rows: int) -> None:
         """Count one step of ``rows`` rows."""
-        self.interval_rows += rows
-        self.interval_steps += 1
         self.total_steps += 1
+        for totals in self._list_totals():
+            totals.rows += rows
+            totals.steps += 1
+
+    def _list_totals(self) -> list[RankTotals]:
+        """Return the totals to which steps, rows and losses are added: of the interval, and of each recorder's line."""
+        return [self.totals, *(line.totals for line in self._lines)]
 
     def record_first_launch(self, steps: int, rows: int, seconds: float) -> None:
-        """Add a launch of ``steps`` steps of ``rows`` rows to ``first_launches`` if it is the first of its shape.
+        """Add a launch of ``steps`` steps of ``rows`` rows to the first launches if it is the first of its shape.
 
         ``seconds`` is its duration without waiting.
         """
         if (steps, rows) not in self._launch_shapes:
             self._launch_shapes.add((steps, rows))
-            first_rows, first_seconds = self.first_launches
-            self.first_launches = FirstLaunches(first_rows + steps * rows, first_seconds + seconds)
+            for totals in self._list_totals():
+                totals.first_launch_rows += steps * rows
+                totals.first_launch_seconds += seconds
 
     def add_loss(self, loss: Array, weight: Array | None) -> None:
         """Append a loss and its weight, which may be on the device, to the unread losses."""
@@ -193,24 +212,14 @@ class Meter:
         n_ready = len(self._losses) - n_pending
         if n_ready > 0:
             for weighted_loss, weight in self._loss_reader(self._losses[:n_ready], self._weights[:n_ready]):
-                self.weighted_loss_sum += weighted_loss
-                self.weight_sum += weight
-                for line in self._lines:
-                    line.weighted_loss_sum += weighted_loss
-                    line.weight_sum += weight
+                for totals in self._list_totals():
+                    totals.weighted_loss_sum += weighted_loss
+                    totals.weight_sum += weight
             del self._losses[:n_ready], self._weights[:n_ready]
 
     def get_totals(self, learning_rate: float) -> RankTotals:
         """Return the totals, without unread losses; ``learning_rate`` is the rate of the last step."""
-        return RankTotals(
-            self.weighted_loss_sum,
-            self.weight_sum,
-            self.interval_rows,
-            self.interval_steps,
-            dict(self.seconds),
-            learning_rate,
-            self.first_launches,
-        )
+        return replace(self.totals, seconds=dict(self.seconds), learning_rate=learning_rate)
 
     def write_lines(self, epoch: int, n_rows_seen: int, learning_rate: float, flush: bool = False) -> None:
         """Write a line to each recorder whose last line is ``every`` steps ago; with ``flush``, also after fewer steps.
@@ -218,31 +227,19 @@ class Meter:
         ``epoch`` is the number of complete epochs, ``n_rows_seen`` the number of rows trained on so far.
         """
         for line in self._lines:
-            if self.interval_steps - line.steps < (1 if flush else line.recorder.every):
+            if line.totals.steps < (1 if flush else line.recorder.every):
                 continue
             self.read_losses()
-            rows = self.interval_rows - line.rows
-            first_launches = FirstLaunches(
-                self.first_launches.rows - line.first_launches.rows,
-                self.first_launches.seconds - line.first_launches.seconds,
-            )
+            totals = line.totals
             record = {
                 "epoch": epoch,
                 "step": self.total_steps,
                 "seen": n_rows_seen,
-                "rows": rows,
-                "loss": line.weighted_loss_sum / line.weight_sum if line.weight_sum else None,
+                "rows": totals.rows,
+                "loss": totals.compute_loss() if totals.weight_sum else None,
                 "learning_rate": learning_rate,
-                "rows_per_second": compute_rows_per_second(rows, time.perf_counter() - line.began, first_launches),
-                **{name: value - line.seconds.get(name, 0.0) for name, value in self.seconds.items()},
+                "rows_per_second": totals.compute_rows_per_second(time.perf_counter() - line.began),
+                **{name: value - totals.seconds.get(name, 0.0) for name, value in self.seconds.items()},
             }
-            line.begin(self)
+            line.begin(self.seconds)
             line.recorder.write_rank_record(self.rank, record)
-
-
-def compute_rows_per_second(rows: int, seconds: float, first_launches: FirstLaunches) -> float:
-    """Compute the rows per second, without first launches, which may have compiled functions, if there were others."""
-    first_rows, first_seconds = first_launches
-    if first_rows == rows and first_seconds:
-        first_rows, first_seconds = 0, 0.0
-    return (rows - first_rows) / (seconds - first_seconds)

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from synkhronos.ranks.errors import describe_rank
-from synkhronos.training.monitoring.meter import FirstLaunches, RankTotals, compute_rows_per_second
+from synkhronos.training.monitoring.meter import RankTotals, add_totals
 
 
 @dataclass
@@ -89,20 +87,16 @@ def make_report(
     ``batch_description`` is the report's ``batch``.  ``elapsed`` is the duration of the interval in seconds; default:
     the sum of the ranks' mean time by activity.
     """
-    rows = sum(total.rows for total in totals)
-    weight = sum(total.weight_sum for total in totals)
-    seconds = {name: float(np.mean([total.seconds.get(name, 0.0) for total in totals])) for name in totals[0].seconds}
-    first_rows = sum(total.first_launches.rows for total in totals)
-    first_seconds = float(np.mean([total.first_launches.seconds for total in totals]))
-    elapsed = sum(seconds.values()) if elapsed is None else elapsed
+    total = add_totals(totals)
+    mean_total = replace(total, first_launch_seconds=total.first_launch_seconds / len(totals))
     return Report(
         epoch=epoch,
         seen=n_rows_seen,
-        steps=sum(total.steps for total in totals),
-        loss=sum(total.weighted_loss_sum for total in totals) / weight if weight else math.nan,
+        steps=total.steps,
+        loss=total.compute_loss(),
         validation={},
-        learning_rate=next((total.learning_rate for total in totals if total.rows), math.nan),
-        rows_per_second=compute_rows_per_second(rows, elapsed, FirstLaunches(first_rows, first_seconds)),
-        seconds=seconds,
+        learning_rate=total.learning_rate,
+        rows_per_second=mean_total.compute_rows_per_second(sum(total.seconds.values()) if elapsed is None else elapsed),
+        seconds=total.seconds,
         batch=batch_description,
     )

@@ -80,10 +80,7 @@ def _compile_local_step(graph: TrainingGraph) -> Function:
         *((u.shared, u.expression) for u in graph.extra_updates),
     ]
     return function(
-        [*graph.x, *graph.y],
-        graph.outputs,
-        updates=[(shared, new, None) for shared, new in updates],
-        name="train_step",
+        [*graph.x, *graph.y], graph.outputs, updates=[(shared, new, None) for shared, new in updates], name="train_step"
     )
 
 

@@ -156,13 +156,6 @@ def make_loss_reader(fetch: Callable[[Sequence[Any]], Sequence[Any]], has_loss_w
     return lambda losses, rows: [(float(loss) * n, n) for loss, n in zip(fetch(losses), rows, strict=True)]
 
 
-class LoopResult(NamedTuple):
-    """Result of a loop over an interval, on one rank or of joint steps: position reached, and totals."""
-
-    end: int
-    totals: RankTotals
-
-
 class RowsMovedError(Exception):
     """The rows of a step are on other hosts than its ranks, since a rank was left out."""
 
@@ -232,8 +225,8 @@ class JointStepLoop(LaunchLoop):
 
 def take_joint_steps(
     plan: IntervalPlan, source: RowSource, model: CompiledModel, operation_runner: OperationRunner
-) -> LoopResult:
-    """Train all ranks on the rows of an interval."""
+) -> tuple[int, RankTotals]:
+    """Train all ranks on the rows of an interval; return the position reached, and the totals."""
     loop, state = JointStepLoop(plan, source, model, operation_runner), model.state
     try:
         with contextlib.suppress(RowsMovedError):  # the next interval repeats the step
@@ -242,4 +235,4 @@ def take_joint_steps(
         state.rate = loop.rate
     loop.write_lines(flush=True)
     state.position.steps = loop.meter.total_steps
-    return LoopResult(loop.end, loop.meter.get_totals(loop.rate))
+    return loop.end, loop.meter.get_totals(loop.rate)

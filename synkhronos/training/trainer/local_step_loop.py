@@ -15,10 +15,10 @@ from synkhronos.rules import State
 from synkhronos.training.checkpoints.rank_state import RankStateSpec, restore_own_params, set_params_to_consensus
 from synkhronos.training.loops.batch_loop import PeriodicExchange
 from synkhronos.training.loops.stop_signals import StopAgreement, get_requested_stop
-from synkhronos.training.monitoring.meter import Meter
+from synkhronos.training.monitoring.meter import Meter, RankTotals
 from synkhronos.training.train_function.launch_groups import MAX_LAUNCH_NBYTES
 from synkhronos.training.trainer.epoch_data import IntervalPlan, RowSource
-from synkhronos.training.trainer.launch_loop import LaunchBatches, LaunchLoop, LoopResult, make_loss_reader
+from synkhronos.training.trainer.launch_loop import LaunchBatches, LaunchLoop, make_loss_reader
 from synkhronos.variable_types import SharedVariable
 
 
@@ -193,11 +193,10 @@ def take_local_steps(
     spec: RankStateSpec,
     source: RowSource,
     batch_counts: LocalRows,
-) -> LoopResult:
+) -> tuple[int, RankTotals]:
     """Train this rank on its rows of an interval, then set the parameters to the rule's consensus.
 
-    The parameters are those of `LocalStepLoop`.  The position reached is before ``plan.stop`` if a signal has stopped
-    the ranks.
+    Return the position reached, which is before ``plan.stop`` if a signal has stopped the ranks, and the rank's totals.
     """
     storage, rule = context.get_storage(spec.name), spec.rule
     state: State | None = storage.get("state")
@@ -218,4 +217,4 @@ def take_local_steps(
     with loop.meter.time_activity("exchange"):
         set_params_to_consensus(context, spec.name, rule)
     loop.write_lines(flush=True)
-    return LoopResult(loop.end, loop.meter.get_totals(loop.rate))
+    return loop.end, loop.meter.get_totals(loop.rate)

@@ -47,7 +47,7 @@ from synkhronos.training.trainer.epoch_data import (
     check_enough_rows,
     get_ranks_by_host,
 )
-from synkhronos.training.trainer.launch_loop import LoopResult, take_joint_steps
+from synkhronos.training.trainer.launch_loop import take_joint_steps
 from synkhronos.training.trainer.local_step_loop import take_local_steps
 from synkhronos.training.trainer.trainer_state import TrainerPosition
 
@@ -229,7 +229,7 @@ class TrainerEpochLoop(EpochLoop):
                 results = [take_joint_steps(plan, source, self.model, self.operation_runner)]
             else:
                 results = self._run_local_loops(plan, source)
-            end, totals = min(result.end for result in results), [result.totals for result in results]
+            end, totals = min(end for end, _ in results), [totals for _, totals in results]
             if loader is not None and isinstance(source, LoaderRows):
                 record_position(loader, source, end)
             if end == plan.stop and not any(total.rows for total in totals):
@@ -244,20 +244,14 @@ class TrainerEpochLoop(EpochLoop):
             raise
         return end, totals
 
-    def _run_local_loops(self, plan: IntervalPlan, source: RowSource) -> list[LoopResult]:
+    def _run_local_loops(self, plan: IntervalPlan, source: RowSource) -> list[tuple[int, RankTotals]]:
         """Take local steps on every rank; return each rank's result."""
         model, length = self.model, ranks.get_session().size + 1
         if len(self.batch_counts) != length:  # a rank was left out
             self.batch_counts = make_data(shape=(length,), dtype="int64")
         self.batch_counts[...] = 0
-        results: list[LoopResult] = run(
-            take_local_steps,
-            plan,
-            model.local_step,
-            model.learning_rate,
-            model.state.spec,
-            source,
-            self.batch_counts,
+        results: list[tuple[int, RankTotals]] = run(
+            take_local_steps, plan, model.local_step, model.learning_rate, model.state.spec, source, self.batch_counts
         )
         return results
 

@@ -18,7 +18,7 @@ from synkhronos.training.checkpoints import rank_state
 from synkhronos.training.checkpoints.checkpoint import Checkpoint, CheckpointError, read_checkpoint, read_metadata
 from synkhronos.training.checkpoints.compatibility import check_can_resume, describe_training
 from synkhronos.training.monitoring.early_stopping import EarlyStopping
-from synkhronos.training.monitoring.meter import FirstLaunches, RankTotals, resize_totals
+from synkhronos.training.monitoring.meter import RankTotals, resize_totals
 from synkhronos.training.schedules import Schedule
 from synkhronos.training.train_function.train_function import TrainFunction
 from synkhronos.training.trainer.epoch_data import EpochData, OrderKey
@@ -116,7 +116,7 @@ class TrainerState:
             "epoch": position.epoch,
             "row": position.epoch_position,
             "start": position.interval_start,
-            "outcomes": [list(total) for total in position.totals],
+            "outcomes": [total.to_json() for total in position.totals],
             "metrics": position.metrics,
             "stop": position.early_stopping.to_json(),
             "seed": data.seed,
@@ -144,7 +144,7 @@ class TrainerState:
                 f"{_describe_partition(data.get_partition_key())}: the order of rows would be another; use a "
                 "checkpoint from the end of an epoch"
             )
-        totals = [RankTotals(*[*entry[:-1], FirstLaunches(*entry[-1])]) for entry in meta["outcomes"]]
+        totals = [RankTotals.from_json(entry) for entry in meta["outcomes"]]
         position = TrainerPosition(
             epoch=meta["epoch"],
             epoch_position=meta["row"],
