@@ -14,8 +14,6 @@ the ranks, and reduces the outputs.
     >>> synk.close()
 """
 
-from typing import Any as _Any
-
 from synkhronos.collectives.calls import (
     all_gather,
     all_reduce,
@@ -34,7 +32,6 @@ from synkhronos.function import Function, distribute, function
 from synkhronos.gpus import get_n_gpu
 from synkhronos.programs import RankContext, run
 from synkhronos.ranks import WorkerError
-from synkhronos.rules import Rule as _Rule
 from synkhronos.startup import bytes_sent, close, fork
 from synkhronos.timelines import Timeline, timeline
 
@@ -71,14 +68,3 @@ __all__ = [
     "set_value",
     "timeline",
 ]
-
-
-def _launch(rule: _Rule, *arguments: _Any, **settings: _Any) -> _Any:
-    """Start the run of `synkhronos.rules.Rule.init`; most programs do not use the launcher, so it is imported here."""
-    from synkhronos.launcher.launched_run import LaunchedRun
-
-    return LaunchedRun(rule, *arguments, **settings)
-
-
-# Rules are in a lower layer than the launcher, and cannot import it.
-_Rule.launch = _launch

@@ -71,10 +71,7 @@ def main(arguments: list[str]) -> int:
 
 
 def check_class(model: str, overrides: Mapping[str, Any] | None = None) -> int:
-    """Check the class ``FILE:CLASS``, and print its problems; return 1 if there are any, or 0.
-
-    ``overrides`` are further settings.
-    """
+    """Check the class ``FILE:CLASS`` with further settings, and print its problems; return 1 if there are any, or 0."""
     settings = resolve_settings([{"model": model, "devices": "cpu"}, overrides or {}])
     import_theano_before_fork(on_gpu=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -92,10 +89,7 @@ def check_class(model: str, overrides: Mapping[str, Any] | None = None) -> int:
 
 
 def _describe_exception(error: Exception, settings: Settings) -> str:
-    """Return an exception's text and the line of the model's file at which it was raised.
-
-    Print the traceback if it was raised elsewhere.
-    """
+    """Return an exception's text and its line in the model's file; print the traceback if it was raised elsewhere."""
     text = f"{type(error).__name__}: {error}"
     file = Path(settings.pythonpath, *settings.modelfile.split("."))
     frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -106,11 +100,7 @@ def _describe_exception(error: Exception, settings: Settings) -> str:
 
 
 class _ModelCheck:
-    """Check of one model class.
-
-    ``problems`` are messages that follow the name of the class.  ``stage`` describes the current step, for the message
-    of an exception.
-    """
+    """Check of one model class: its ``problems``, and the present ``stage``, for the message of an exception."""
 
     def __init__(self, settings: Settings, folder: Path):
         self.settings, self.folder, self.rule = settings, folder, settings.make_rule()
@@ -192,10 +182,7 @@ class _ModelCheck:
     def apply_reduced_gradient(
         self, instances: list[Any], sources: list[FlatVariables], targets: list[FlatVariables], total: Any
     ) -> None:
-        """Update the parameters of two instances from the sum of their gradients.
-
-        With a sharded optimizer the instances exchange their rows, and update the parameters again.
-        """
+        """Update two instances from the sum of their gradients; with a sharded optimizer in two parts."""
         if getattr(instances[0], "gathers_gradient", False):
             for source in sources:
                 source.set(total)

@@ -36,10 +36,7 @@ _INTERRUPTED_GRACE_SECONDS = 15
 
 
 class LaunchedRun:
-    """Handle of a run in other processes, which the constructor starts with the settings of ``rule.init``.
-
-    A wrong setting raises SettingsError, before anything is started.
-    """
+    """Handle of a run in other processes, which the constructor starts with the settings of ``rule.init``."""
 
     def __init__(
         self, rule: Rule, devices: Sequence[str] | str | None, modelfile: str, modelclass: str, **other_settings: Any

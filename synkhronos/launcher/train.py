@@ -43,10 +43,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run_training(settings: Settings, command: list[str]) -> int:
-    """Run the training that the settings describe, and return its exit status.
-
-    ``command`` is recorded in ``run.json``.
-    """
+    """Run the training that the settings describe, and return its exit status; ``run.json`` has the command."""
     with create_and_lock_run_folder(settings, command):
         return Supervisor(settings).run()
 

@@ -392,10 +392,7 @@ class LoaderRows:
 
 
 def set_row_dtypes(loader: Loader, variables: Sequence[Variable]) -> None:
-    """Set the dtypes of a loader's rows to those of variables; raise TypeError or ValueError for an unsafe cast.
-
-    Loader processes with other dtypes are ended.
-    """
+    """Set the dtypes of a loader's rows to those of variables, if casts are safe; end loader processes of others."""
     sample = loader._sample
     if len(variables) != len(sample):
         raise ValueError(f"vars: expected {len(sample)} variables, one per array of a row, got {len(variables)}")
@@ -520,10 +517,7 @@ def _kill_loaders(pids: list[int]) -> None:
 
 
 def _reap_abandoned() -> None:
-    """Wait for the loader processes of garbage-collected pools, which exit by themselves.
-
-    A finalizer could not do this: it would swallow an interrupt.
-    """
+    """Wait for the processes of garbage-collected pools, which exit; a finalizer would swallow an interrupt."""
     for pool_entry in list(_pools):
         pool, owner, pids = pool_entry
         if pool() is None:

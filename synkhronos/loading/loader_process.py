@@ -44,10 +44,7 @@ _OWNER_POLL_SECONDS = 0.5
 
 @dataclass
 class LoaderConfig:
-    """Configuration of the loader processes of a loader; ``source`` is a result of `as_source`.
-
-    ``array_specs`` are the shape and the dtype string of each array of a row.
-    """
+    """Configuration of a loader's processes; ``array_specs`` are shape and dtype string of each array of a row."""
 
     source: Any
     augment: Any

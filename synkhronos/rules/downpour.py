@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from synkhronos.checks import check_flag, suggest_keywords
-from synkhronos.devices import get_array_device
 from synkhronos.programs import RankContext
 from synkhronos.rules.elastic import CENTRE_LOCK, CentreRule, read_centre
 from synkhronos.rules.rule import Exclude, check_period, reduce_by_rows
@@ -75,59 +75,31 @@ class Downpour(CentreRule):
 
     def _push_and_fetch(self, context: RankContext, state: State, is_push: bool, is_fetch: bool) -> int | None:
         """Push, fetch, or both, under the lock; return the number of earlier pushes, or None without a push."""
-        views, vector = state.get_writable_params()
         rows, own = state.shared_rows, state.own
+
+        def push_and_fetch(
+            x: Array, read_centre: Callable[[], Array], base: Array
+        ) -> tuple[Array | None, Array | None, Array]:
+            if is_push and is_base_current:
+                return x if is_fetch else None, x, x  # exact: centre + (x - base) could round
+            # Invariant: x - base is the sum of the steps that are not pushed yet.
+            centre, steps = read_centre(), x - base
+            if not is_push:
+                return centre, None, centre - steps
+            centre += steps
+            return (centre, centre, centre) if is_fetch else (None, centre, x)
+
         with context.lock(CENTRE_LOCK) as lock:
             lock.pull(rows["sequence"], rows["centre"])
             sequence = int(state.shared["sequence"][0])
             is_base_current = sequence == own["seen"]  # no other rank has pushed since this rank fetched
-            if views is None:
-                vector = self._exchange_on_device(state, vector, is_push, is_fetch, is_base_current)
-            else:
-                self._exchange_blocks(state, views, is_push, is_fetch, is_base_current)
+            state.update_with_shared("centre", push_and_fetch, own_name="base")
             if is_push:
                 state.shared["sequence"][0] = sequence + 1
                 lock.push(rows["sequence"], rows["centre"])
             # Invariant: while sequence == own["seen"], this rank's base is the centre.
             own["seen"] = sequence + 1 if is_push and (is_fetch or is_base_current) else -1
-        if vector is not None and is_fetch:
-            state.vector = vector
         return sequence if is_push else None
-
-    def _exchange_blocks(
-        self, state: State, views: list[np.ndarray], is_push: bool, is_fetch: bool, is_base_current: bool
-    ) -> None:
-        """Push, fetch, or both, in place in host memory."""
-        centre, base, d = state.shared["centre"], state.own["base"], state.scratch
-        for x, bounds in state.params.iterate_blocks(views):
-            c, b, steps = centre[bounds], base[bounds], d[: x.size]
-            np.subtract(x, b, out=steps)
-            if is_push and is_base_current:
-                c[...] = x  # exact: c + (x - b) could round
-            elif is_push:
-                np.add(c, steps, out=c)
-            if is_fetch:
-                x[...] = c
-                # Invariant: x - base is the sum of the steps that are not pushed yet.
-                np.copyto(b, c) if is_push else np.subtract(c, steps, out=b)
-            elif is_push:
-                b[...] = x
-
-    def _exchange_on_device(
-        self, state: State, x: Array, is_push: bool, is_fetch: bool, is_base_current: bool
-    ) -> Array:
-        """Push, fetch, or both, for parameters ``x`` on a device other than host memory; return the new parameters."""
-        centre, own, device = state.shared_rows["centre"], state.own, get_array_device(x)
-        steps = x - own["base"]
-        if is_push:
-            new_centre = x if is_base_current else centre.to_device(device) + steps
-            centre.write(new_centre)
-        else:
-            new_centre = centre.to_device(device)
-        if is_fetch:
-            x = new_centre
-        own["base"] = x if is_push else new_centre - steps
-        return x
 
     def compute_consensus(self, context: RankContext, state: State) -> Array:
         """Push the remaining steps, and return the centre."""

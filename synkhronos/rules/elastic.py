@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -106,16 +105,7 @@ class EASGD(CentreRule):
 
     def _exchange_with_centre(self, state: State, alpha: float) -> None:
         """Move the rank and the centre towards each other; the caller has acquired the lock."""
-        views, vector = state.get_writable_params()
-        if views is None:
-            centre = state.shared_rows["centre"].to_device(get_array_device(vector))
-            distance = alpha * (vector - centre)
-            vector = vector - distance
-            state.shared_rows["centre"].write(centre + distance)
-        else:
-            exchange_blocks(state.params.iterate_blocks(views), state.shared["centre"], alpha, state.scratch)
-        if vector is not None:
-            state.vector = vector
+        state.update_with_shared("centre", lambda x, read_centre: move_together(x, read_centre(), alpha))
 
     def _get_exchanged_vector(self, state: State) -> Any:
         """Return x^i, the vector that is exchanged."""
@@ -188,16 +178,10 @@ def read_centre(context: RankContext, state: State) -> Any:
         return state.shared_rows["centre"].to_device(state.params.device)
 
 
-def exchange_blocks(
-    blocks: Iterable[tuple[np.ndarray, slice]], centre: np.ndarray, alpha: float, scratch: np.ndarray
-) -> None:
-    """Move a vector and the centre towards each other, in place, by blocks from `FlatVariables.iterate_blocks`.
-
-    ``scratch`` has at least the size of a block.
-    """
-    for x, bounds in blocks:
-        c, d = centre[bounds], scratch[: x.size]
-        np.subtract(x, c, out=d)
-        np.multiply(d, alpha, out=d)
-        np.subtract(x, d, out=x)
-        np.add(c, d, out=c)
+def move_together(x: Array, centre: Array, alpha: float) -> tuple[Array, Array]:
+    """Move a vector and the centre towards each other, in place if possible; return both."""
+    distance = x - centre
+    distance *= alpha
+    x -= distance
+    centre += distance
+    return x, centre

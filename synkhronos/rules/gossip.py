@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from synkhronos.checks import check_at_least, suggest_keywords
-from synkhronos.devices import get_array_device
 from synkhronos.programs import RankContext
 from synkhronos.programs.rank_context import get_rank_lock
 from synkhronos.rules.rule import Exclude, Rule, SharedArrays, check_fraction
@@ -70,22 +70,18 @@ class GoSGD(Rule):
 
     def _send(self, context: RankContext, state: State, dest: int) -> None:
         """Merge this rank's parameters, with half of its weight, into the mailbox of rank ``dest``."""
-        views, vector = state.get_writable_params()
-        mail, weights = state.shared["mail"][dest], state.shared["weights"]
-        weight = state.own["weight"] / 2
+        weights, weight = state.shared["weights"], state.own["weight"] / 2
         target_mail, target_weight = (state.shared_rows[name][dest : dest + 1] for name in ("mail", "weights"))
         with get_rank_lock(context, dest) as lock:
             lock.pull(target_weight)
             if weights[dest]:
                 lock.pull(target_mail)
             fraction = weight / (float(weights[dest]) + weight)
-            if views is None:
-                if fraction < 1:
-                    vector = _interpolate(target_mail.to_device(get_array_device(vector))[0], vector, fraction)
-                target_mail.write(vector)
-            else:
-                for x, bounds in state.params.iterate_blocks(views):
-                    _interpolate_in_place(mail[bounds], x, fraction, state.scratch)
+
+            def merge(x: Array, read_mail: Callable[[], Array]) -> tuple[None, Array]:
+                return None, x if fraction == 1 else _interpolate(read_mail(), x, fraction)
+
+            state.update_with_shared("mail", merge, dest)
             state.own["weight"] = weight
             weights[dest] += weight
             lock.push(target_mail, target_weight)
@@ -95,22 +91,12 @@ class GoSGD(Rule):
         weights, number = state.shared["weights"], context.number
         if not weights[number]:
             return
-        views, vector = state.get_writable_params()
         with get_rank_lock(context, number):
-            weight, mail = float(weights[number]), state.shared["mail"][number]
+            weight = float(weights[number])
             state.own["weight"] += weight
             fraction = weight / state.own["weight"]
-            if views is None:
-                device = get_array_device(vector)
-                vector = _interpolate(
-                    vector, state.shared_rows["mail"][number : number + 1].to_device(device)[0], fraction
-                )
-            else:
-                for x, bounds in state.params.iterate_blocks(views):
-                    _interpolate_in_place(x, mail[bounds], fraction, state.scratch)
+            state.update_with_shared("mail", lambda x, read: (_interpolate(x, read(), fraction), None), number)
             weights[number] = 0
-        if vector is not None:
-            state.vector = vector
 
     def compute_consensus(self, context: RankContext, state: State) -> Array:
         """Empty the mailboxes, and return the weighted mean of all ranks' parameters."""
@@ -139,17 +125,11 @@ class GoSGD(Rule):
         return states[:n_ranks]
 
 
-def _interpolate_in_place(target: np.ndarray, other: np.ndarray, fraction: float, scratch: np.ndarray) -> None:
-    """Set ``target`` to ``target + fraction * (other - target)``; exactly to ``other`` if ``fraction`` is 1."""
-    if fraction == 1:
-        target[...] = other
-        return
-    d = scratch[: target.size]
-    np.subtract(other, target, out=d)
-    np.multiply(d, fraction, out=d)
-    np.add(target, d, out=target)
-
-
 def _interpolate(vector: Array, other: Array, fraction: float) -> Array:
-    """Return ``vector + fraction * (other - vector)``; exactly ``other`` if ``fraction`` is 1."""
-    return other if fraction == 1 else vector + fraction * (other - vector)
+    """Return ``vector + fraction * (other - vector)``, in place if possible; exactly ``other`` if ``fraction`` is 1."""
+    if fraction == 1:
+        return other
+    change = other - vector
+    change *= fraction
+    vector += change
+    return vector

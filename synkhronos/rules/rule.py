@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -53,9 +54,6 @@ class Rule:
     precision: str | None = None
     #: Run that `init` has started; None before, and after `wait`.
     _launched_run: Any = None
-    #: Function of the launcher that `init` calls with the rule and its arguments.  ``synkhronos/__init__.py`` sets it:
-    #: rules are in a lower layer than the launcher, and cannot import it.
-    launch: ClassVar[Callable[..., Any]]
 
     def __init__(self, period: Period | None = None, exclude: Exclude = None, precision: str | None = None):
         if period is not None:  # else the class attribute applies
@@ -178,7 +176,9 @@ class Rule:
         """
         if self._launched_run is not None:
             raise RuntimeError("init() was called already: call wait(), or make another rule")
-        self._launched_run = type(self).launch(self, devices, modelfile, modelclass, **settings)
+        # Imported at its first use: the launcher is in a higher layer, and most programs do not use it.
+        launched_run = importlib.import_module("synkhronos.launcher.launched_run")
+        self._launched_run = launched_run.LaunchedRun(self, devices, modelfile, modelclass, **settings)
 
     def wait(self) -> Any:
         """Wait for the end of the run that `init` has started, and return its folder; RuntimeError if it has failed."""

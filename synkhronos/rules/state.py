@@ -8,7 +8,6 @@ with the device's arrays.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from synkhronos.programs import LocalRows
 from synkhronos.variable_types import Array, SharedVariable
 
 #: Size of a block in bytes; a few blocks fit into the processor's caches.
-BLOCK_NBYTES = 1 << 20
+BLOCK_NBYTES = 1 << 18
 
 
 class FlatVariables:
@@ -185,17 +184,43 @@ class State:
             return vector
         return concatenate(vector[: -self.average_size], averages[-self.average_size :])
 
-    def get_writable_params(self) -> tuple[list[np.ndarray] | None, Array | None]:
-        """Return views of the parameters in host memory, to be changed in place, and an array to assign to `vector`.
+    def update_with_shared(
+        self, name: str, operation: Callable[..., Sequence[Array | None]], row: int | None = None, own_name: str = ""
+    ) -> None:
+        """Update the parameters together with an array of `shared`, or a row of it, and an array of `own`, if named.
 
-        The views are consecutive parts of the vector; None if it is not in host memory.  The array is the memory of the
-        views, or the device's array; None if the views are the memory of the variables themselves.
+        The operation takes the parameters ``x``, a function that returns the shared array, and the own array.  It
+        returns new values of all, None for those that are unchanged, and may change its arguments in place.  On a
+        device the arrays are whole vectors.  In host memory they are blocks, and the operation is called for each.
         """
-        views = self.params.get_writable_views()
-        if views is not None:
-            return views, None
-        vector = self.vector
-        return [vector] if find_device(vector) is NUMPY else None, vector
+        shared, rows = self.shared[name], self.shared_rows[name]
+        if row is not None:
+            shared, rows = shared[row], rows[row : row + 1]
+        own = [self.own[own_name]] if own_name else []
+        views, vector = self.params.get_writable_views(), None
+        if views is None:
+            vector = self.vector
+            views = [vector] if find_device(vector) is NUMPY else None
+        if views is None:
+            device = get_array_device(vector)
+
+            def read_shared() -> Array:
+                return rows.to_device(device) if row is None else rows.to_device(device)[0]
+
+            vector, new_shared, *own = operation(vector, read_shared, *own)
+            if new_shared is not None:
+                rows.write(new_shared)
+            if own_name and own[0] is not None:
+                self.own[own_name] = own[0]
+        else:
+            for x, bounds in self.params.iterate_blocks(views):
+                blocks = x, shared[bounds], *(array[bounds] for array in own)
+                results = operation(x, lambda block=blocks[1]: block, *blocks[2:])
+                for block, result in zip(blocks, results, strict=True):
+                    if result is not None and result is not block:
+                        block[...] = result
+        if vector is not None:
+            self.vector = vector
 
     @property
     def velocity(self) -> Array:
@@ -212,8 +237,3 @@ class State:
             )
         velocity = self.optimizer.get()
         return concatenate(velocity, np.zeros(self.average_size, velocity.dtype)) if self.average_size else velocity
-
-    @cached_property
-    def scratch(self) -> np.ndarray:
-        """Array for intermediate results, of a block of ``FlatVariables.iterate_blocks``."""
-        return np.empty(BLOCK_NBYTES // self.params.dtype.itemsize, self.params.dtype)

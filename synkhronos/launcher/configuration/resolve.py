@@ -54,36 +54,24 @@ def resolve_settings(
     message begins with its name.
     """
     merged = merge_sources(sources)
-    name, class_name = _read_string(merged, "modelfile"), _read_string(merged, "modelclass")
-    if not name:
+    with convert_to_settings_error():
+        parsed = {key: parse(merged[key], key) for key, parse in _PARSERS.items() if merged.get(key) is not None}
+    values = {key: value for key, value in parsed.items() if value is not None}
+    if "modelfile" not in values:
         raise SettingsError(
             "modelfile: expected the file to train: name a session file, or give --set model=FILE:CLASS"
         )
-    if not class_name:
+    if "modelclass" not in values:
         raise SettingsError("modelclass: expected the class to train; name a session file, or model = 'FILE:CLASS'")
     source_folder = source_path and os.path.dirname(os.path.abspath(source_path))
-    folders = [_read_expanded_path(merged, "pythonpath"), os.getcwd(), source_folder]
-    pythonpath, module = find_module(name, class_name, [os.fspath(folder) for folder in folders if folder])
-    n_ranks = None if merged.get("ranks") is None else _parse_integer(merged["ranks"], "ranks", 1, MAX_RANKS_PER_HOST)
-    devices, hosts = choose_placement(merged.get("devices"), merged.get("hosts"), n_ranks)
-    rule = normalize_rule_name(_read_string(merged, "rule") or Settings.rule)
-    new_name = f"{class_name}-{rule}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    plain_values = {key: parse(merged[key], key) for key, parse in _PARSERS.items() if merged.get(key) is not None}
-    settings = Settings(
-        modelfile=module,
-        modelclass=class_name,
-        pythonpath=pythonpath,
-        devices=devices,
-        hosts=tuple(host.name if host.n_ranks is None else f"{host.name}:{host.n_ranks}" for host in hosts),
-        rule=rule,
-        rule_options=_parse_table(merged, "rule_options"),
-        folder=os.path.abspath(_read_expanded_path(merged, "folder") or os.path.join("runs", new_name)),
-        config=_parse_config(merged),
-        model_options=_parse_model_options(merged),
-        keep_best=_parse_keep_best(merged.get("keep_best")),
-        resume=_parse_resume(_read_expanded_path(merged, "resume")),
-        **plain_values,
-    )
+    folders = [os.fspath(folder) for folder in (values.get("pythonpath"), os.getcwd(), source_folder) if folder]
+    values["pythonpath"], values["modelfile"] = find_module(values["modelfile"], values["modelclass"], folders)
+    values["devices"], hosts = choose_placement(merged.get("devices"), merged.get("hosts"), values.pop("ranks", None))
+    values["hosts"] = tuple(host.name if host.n_ranks is None else f"{host.name}:{host.n_ranks}" for host in hosts)
+    rule = values.get("rule", Settings.rule)
+    new_name = f"{values['modelclass']}-{rule}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    values["folder"] = os.path.abspath(values.get("folder", os.path.join("runs", new_name)))
+    settings = Settings(**values)
     settings.make_rule()  # its arguments are checked before the ranks start, which make the rule again
     _check_checkpoint_settings(settings)
     _check_folder(settings)
@@ -117,94 +105,99 @@ def _check_folder(settings: Settings) -> None:
         )
 
 
-def _parse_resume(value: str | None) -> str | None:
-    """Return "latest", the absolute path of a checkpoint, or None."""
-    if value in (None, "latest"):
-        return value
-    path = Path(value).absolute()
-    if not (path / "meta.json").exists():
-        raise SettingsError(f"resume: expected 'latest' or a checkpoint's folder, got {value!r}")
-    return str(path)
+# -- parsers: take the value of a setting and its key, and return a plain value, or None for an empty one --------------
 
 
-def _read_string(settings: Mapping[str, Any], key: str) -> str | None:
-    value = settings.get(key)
-    if value is None or isinstance(value, str):
+def _parse_string(value: object, key: str) -> str | None:
+    if isinstance(value, str):
         return value or None
-    raise SettingsError(f"{key}: expected a string, got {value!r}")
+    raise TypeError(f"{key}: expected a string, got {value!r}")
 
 
-def _read_expanded_path(settings: Mapping[str, Any], key: str) -> str | None:
-    path = _read_string(settings, key)
+def _parse_path(value: object, key: str) -> str | None:
+    path = _parse_string(value, key)
     return path and os.path.expanduser(path)
 
 
-def _parse_table(settings: Mapping[str, Any], key: str) -> dict[str, Any]:
-    value = settings.get(key, {})
+def _parse_rule(value: object, key: str) -> str | None:
+    name = _parse_string(value, key)
+    return name and normalize_rule_name(name)
+
+
+def _parse_resume(value: object, key: str) -> str | None:
+    """Return "latest", the absolute path of a checkpoint, or None."""
+    path = _parse_path(value, key)
+    if path in (None, "latest"):
+        return path
+    if not Path(path, "meta.json").exists():
+        raise ValueError(f"{key}: expected 'latest' or a checkpoint's folder, got {path!r}")
+    return str(Path(path).absolute())
+
+
+def _parse_table(value: object, key: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise SettingsError(f"{key}: expected a table of names and values, got {value!r}")
+        raise TypeError(f"{key}: expected a table of names and values, got {value!r}")
     with convert_to_settings_error(f"{key}: expected numbers, strings, lists and tables: "):
         json.dumps(value)  # `Settings.save` writes them
     return dict(value)
 
 
-def _parse_keep_best(value: object) -> list[str] | None:
-    if value is None:
-        return None
-    with convert_to_settings_error():
-        name, mode = parse_monitored_metric(value, "keep_best")
+def _parse_keep_best(value: object, key: str) -> list[str]:
+    name, mode = parse_monitored_metric(value, key)
     if name not in _METRICS:
-        raise SettingsError(f"keep_best: expected one of {', '.join(_METRICS)}, got {name!r}")
+        raise ValueError(f"{key}: expected one of {', '.join(_METRICS)}, got {name!r}")
     return [name, mode]
 
 
-def _parse_config(settings: Mapping[str, Any]) -> dict[str, Any]:
-    config = _parse_table(settings, "config")
-    for key, hint in _RESERVED_CONFIG.items():
-        if key in config:
-            raise SettingsError(f"config: {key!r} is set by the run: {hint}")
+def _parse_config(value: object, key: str) -> dict[str, Any]:
+    config = _parse_table(value, key)
+    for name, hint in _RESERVED_CONFIG.items():
+        if name in config:
+            raise ValueError(f"{key}: {name!r} is set by the run: {hint}")
     return config
 
 
-def _parse_model_options(settings: Mapping[str, Any]) -> dict[str, Any]:
-    options = _parse_table(settings, "model_options")
-    with convert_to_settings_error("model_options."):
+def _parse_model_options(value: object, key: str) -> dict[str, Any]:
+    options = _parse_table(value, key)
+    with convert_to_settings_error(f"{key}."):
         check_model_options(options)
     return options
 
 
 def _parse_integer(value: object, key: str, minimum: int, maximum: int | None = None) -> int:
-    with convert_to_settings_error():
-        checked = check_at_least(value, key, minimum)
+    checked = check_at_least(value, key, minimum)
     if maximum is not None and checked > maximum:
-        raise SettingsError(f"{key}: expected at most {maximum}, got {checked}")
+        raise ValueError(f"{key}: expected at most {maximum}, got {checked}")
     return checked
 
 
 def _parse_seconds(value: Any, key: str) -> float:
     if not is_number(value) or not 0 <= value < math.inf:
-        raise SettingsError(f"{key}: expected a number of seconds, got {value!r}")
+        raise ValueError(f"{key}: expected a number of seconds, got {value!r}")
     return float(value)
 
 
 def _parse_flag(value: object, key: str) -> bool:
     word = str(value).lower()
     if word not in _TRUE_WORDS | _FALSE_WORDS:
-        raise SettingsError(f"{key}: expected true or false, got {value!r}")
+        raise ValueError(f"{key}: expected true or false, got {value!r}")
     return word in _TRUE_WORDS
 
 
-def _parse_on_death(value: object, key: str) -> str:
-    with convert_to_settings_error():
-        return check_choice(value, key, ("stop", "continue"))
-
-
-#: Parsers of settings with single values: take the value and its key, and return the value in a plain type.
 _PARSERS: dict[str, Callable[[Any, str], Any]] = {
+    **dict.fromkeys(("modelfile", "modelclass"), _parse_string),
+    **dict.fromkeys(("pythonpath", "folder"), _parse_path),
+    "rule": _parse_rule,
+    "resume": _parse_resume,
+    "rule_options": _parse_table,
+    "config": _parse_config,
+    "model_options": _parse_model_options,
+    "keep_best": _parse_keep_best,
+    "ranks": partial(_parse_integer, minimum=1, maximum=MAX_RANKS_PER_HOST),
     **dict.fromkeys(("epochs", "every", "keep", "max_deaths", "patience"), partial(_parse_integer, minimum=1)),
     **dict.fromkeys(("checkpoint", "restarts"), partial(_parse_integer, minimum=0)),
     "seed": partial(_parse_integer, minimum=0, maximum=2**32 - 1),
     **dict.fromkeys(("bind", "scale_lr", "timeline", "warmup"), _parse_flag),
     "grace": _parse_seconds,
-    "on_death": _parse_on_death,
+    "on_death": partial(check_choice, choices=("stop", "continue")),
 }

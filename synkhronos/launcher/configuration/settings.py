@@ -99,10 +99,7 @@ class Settings:
     resume: str | None = None
 
     def make_rule(self) -> rules.Rule:
-        """Make the exchange rule; raise SettingsError if it has no such option, or a value is wrong.
-
-        BSP averages parameters, since a model class compiles its own steps.
-        """
+        """Make the exchange rule; BSP averages parameters, since a model class compiles its own steps."""
         rule_class, options = RULE_CLASSES[self.rule.lower()], self.rule_options
         if rule_class is rules.EAMSGD:
             raise SettingsError("rule: EAMSGD needs the velocities, and a class doesn't name them: take EASGD")

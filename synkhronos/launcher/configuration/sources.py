@@ -19,10 +19,7 @@ ENVIRONMENT_PREFIX = "SYNKHRONOS_"
 
 
 def read_session_file(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a session file: ``.toml``, ``.json`` as `Settings.save` writes it, or else Theano-MPI's KEY=VALUE.
-
-    Raise SettingsError if it can't be read or parsed, or has an unknown key.
-    """
+    """Read a session file: ``.toml``, ``.json`` as `Settings.save` writes it, or else Theano-MPI's KEY=VALUE."""
     path = Path(path)
     try:
         text = path.read_text("utf-8-sig")  # TOML is UTF-8 in any locale; editors on Windows write a byte order mark

@@ -183,17 +183,14 @@ class Model:
             similar = "" if name.startswith("_") or hasattr(Model, name) else format_similar(name, MODEL_OPTIONS, 0.85)
             if similar:
                 raise ValueError(f"{name}: unknown option{similar}")
-        StepOptions(**{**self._read_options(), **options})
+        StepOptions(**{name: options.get(name, getattr(self, name)) for name in MODEL_OPTIONS})  # raises ValueError
         for name, value in options.items():
             setattr(self, name, value)
 
     @property
-    def step_options(self) -> dict[str, Any]:
-        """The options of the step that differ from their defaults."""
-        return StepOptions(**self._read_options()).non_defaults
-
-    def _read_options(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in MODEL_OPTIONS}
+    def step_options(self) -> StepOptions:
+        """The options of the step."""
+        return StepOptions(**{name: getattr(self, name) for name in MODEL_OPTIONS})
 
     # -- interface of model classes --------------------------------------------------------------------------
 
@@ -217,7 +214,7 @@ class Model:
             warn_of_varying_denominators(means, self.inputs, 1)
         # Variables, not outputs: PyTensor waits for the outputs of a JAX function, so batches would not overlap.
         self.step_outputs = [library.shared(np.zeros((), output.dtype)) for output in outputs]
-        if sync_type == "cdd" or self.step_options:
+        if sync_type == "cdd" or self.step_options.non_defaults:
             new_values = self._compile_update(library)
         else:
             new_values = {
@@ -272,7 +269,7 @@ class Model:
             y=[],
             update_rule=self._update_by_gradients,
             rule_kwargs={"learning_rate": self.shared_lr},
-            options=StepOptions(**self._read_options()),
+            options=self.step_options,
             extra_updates=[(shared, new, "mean") for shared, new in self.averages.items()],
             weight=self.weight,
         )

@@ -45,7 +45,7 @@ def set_model_options(model: Any, options: Mapping[str, Any], rule: Rule, name: 
         model.set_options(options)
     except (TypeError, ValueError) as error:
         raise ModelInterfaceError(f"{name}: {error}") from None
-    for option in model.step_options:
+    for option in model.step_options.non_defaults:
         if not isinstance(rule, BSP):
             raise ModelInterfaceError(f"{option}: needs the exchange rule BSP, got {rule!r}")
         if rule.precision is not None:
@@ -54,7 +54,7 @@ def set_model_options(model: Any, options: Mapping[str, Any], rule: Rule, name: 
 
 def requires_gradient_exchange(model: Any) -> bool:
     """Return True if the step of a `synkhronos.launcher.Model` has options that need the gradient of all ranks."""
-    return isinstance(model, Model) and bool(model.step_options)
+    return isinstance(model, Model) and bool(model.step_options.non_defaults)
 
 
 def compile_model(model: Any, settings: Settings, rule: Rule, size: int) -> Literal["gradient", "params"] | None:
@@ -65,15 +65,16 @@ def compile_model(model: Any, settings: Settings, rule: Rule, size: int) -> Lite
     exchange after each step.  Raise ModelInterfaceError if they would exchange gradients, but ``vels`` and ``vels2``
     are not lists of variables of equal shapes.
     """
-    if not requires_gradient_exchange(model) and (not isinstance(rule, BSP) or size == 1):
+    requires_gradient = requires_gradient_exchange(model)
+    if not requires_gradient and (not isinstance(rule, BSP) or size == 1):
         _compile_functions(model, "avg")
         return None
     exchange_setting, name = settings.rule_options.get("average"), settings.modelclass
-    exchanges_params_by_default = isinstance(model, Model) and not model.step_options
+    exchanges_params_by_default = isinstance(model, Model) and not requires_gradient
     if exchange_setting == "params" or (exchange_setting is None and exchanges_params_by_default):
-        if requires_gradient_exchange(model):
+        if requires_gradient:
             raise ModelInterfaceError(
-                f"{next(iter(model.step_options))}: needs rule_options.average = 'gradient', got 'params'"
+                f"{next(iter(model.step_options.non_defaults))}: needs rule_options.average = 'gradient', got 'params'"
             )
         _compile_functions(model, "avg")
         return "params"

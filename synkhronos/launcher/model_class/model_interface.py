@@ -89,10 +89,7 @@ def shorten_repr(value: object) -> str:
 
 
 def import_model_class(pythonpath: str, module: str, class_name: str) -> Any:
-    """Import the user's module, and return the model class in it.
-
-    The module may import other modules in its folder by their names, as a script may.
-    """
+    """Import the user's module, which may import others in its folder by name, and return the model class in it."""
     if pythonpath not in sys.path:
         sys.path.insert(0, pythonpath)
     module_folder = str(Path(pythonpath, *module.split(".")[:-1]))
@@ -116,10 +113,7 @@ def make_config(settings: Settings, rank: int, size: int) -> dict[str, Any]:
 
 
 def make_instance(model_class: type, config: dict[str, Any]) -> Any:
-    """Make an instance of a model class; raise ModelInterfaceError if its constructor has several required arguments.
-
-    The constructor takes the config or no argument.
-    """
+    """Make an instance of a model class, whose constructor takes the config or no argument."""
     parameters = [p for p in inspect.signature(model_class).parameters.values() if p.kind is not p.VAR_KEYWORD]
     required = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.KEYWORD_ONLY)]
     if len(required) > 1:
@@ -189,10 +183,7 @@ def parse_val_iter_result(result: Any, batch: int, next_batch: int) -> tuple[int
 
 
 def get_batch_size(model: Any) -> int:
-    """Return the number of rows of a batch: ``batch_size`` of the model or its data.
-
-    It is 1 for a model without ``batch_size``, whose speed is then reported in batches.
-    """
+    """Return ``batch_size`` of the model or its data; 1 if they have none, and speed is reported in batches."""
     size = getattr(model, "batch_size", getattr(model.data, "batch_size", 1))
     return int(size) if isinstance(size, int | np.integer) else 1
 

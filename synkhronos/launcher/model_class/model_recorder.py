@@ -210,11 +210,7 @@ class ModelRecorder:
         return _to_float(self._last_weight)
 
     def take_validation_sums(self) -> tuple[float, dict[str, float]]:
-        """Return the sums of a validation, and reset them.
-
-        The sums are the sum of the batches' weights, and the sums of ``cost``, ``error`` and ``top5``, each times its
-        weight.
-        """
+        """Return the weight of a validation's batches, and its weighted sums by name; reset both."""
         sums = self._validation_weight, self._validation_sums
         self._reset_validation()
         return sums

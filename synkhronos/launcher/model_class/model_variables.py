@@ -78,10 +78,7 @@ def _iterate_shared_inputs(function: Any) -> Iterator[Any]:
 
 
 def _group_function_variables(function: Any, groups: VariablesByRole, grouped_ids: set[int]) -> None:
-    """Add the shared variables of a compiled function to ``groups``.
-
-    ``grouped_ids`` has the ids of variables that are already grouped, or belong to no group.  It is extended.
-    """
+    """Add a function's shared variables to ``groups``, but for ``grouped_ids``, which it extends."""
     for function_input in _iterate_shared_inputs(function):
         shared = function_input.variable
         if id(shared) in grouped_ids:

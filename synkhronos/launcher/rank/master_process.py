@@ -118,4 +118,4 @@ def _train(settings: Settings, arguments: MasterArguments) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], MasterArguments.from_json(sys.argv[2])))
+    sys.exit(main(sys.argv[1], MasterArguments(**json.loads(sys.argv[2]))))

@@ -16,10 +16,7 @@ _MIN_INTERVAL_RATIO = 10.0
 
 
 class MemoryCheckpointWriter:
-    """Writer of a run's memory checkpoints.  All ranks write each of them together, into the supervisor's folder.
-
-    The next memory checkpoint is due after ``due_batch`` batches of the epoch.
-    """
+    """Writer of memory checkpoints, which all ranks write together; the next one is due after batch ``due_batch``."""
 
     def __init__(self, folder: str, state: ModelState):
         self._folder, self._state = folder, state
@@ -56,10 +53,7 @@ class MemoryCheckpointWriter:
         self._schedule_next(write_start, state.position["batch"])
 
     def _schedule_next(self, write_start: float, batch: int) -> None:
-        """Schedule the next memory checkpoint; the last one was begun at ``write_start``, after batch ``batch``.
-
-        All ranks must call this.
-        """
+        """Schedule the next memory checkpoint after one begun at ``write_start``.  All ranks must call this."""
         now = time.monotonic()
         interval = max(_INTERVAL_SECONDS, _MIN_INTERVAL_RATIO * (now - write_start))
         batches = adapt_interval_steps(self._interval_batches, write_start - self._last_write_end, interval)

@@ -58,10 +58,7 @@ class ModelBatchLoop(BatchLoop):
         super().run()
 
     def iterate_batches(self) -> Iterator[BatchStep]:
-        """Yield the steps of all batches.
-
-        The ranks agree on the number of batches after the first step, or in a resumed epoch before it.
-        """
+        """Yield the steps of all batches."""
         batch, n_steps = self.state.position["batch"], get_steps_per_batch(self.model)
         # The number of batches is read after the first step, in which a class may divide its data.
         n_batches = self._agree_on_n_batches() if batch else None
@@ -73,10 +70,7 @@ class ModelBatchLoop(BatchLoop):
             batch += 1
 
     def step(self, batch_step: BatchStep) -> int:
-        """Call ``train_iter`` once; return the number of steps to count for the exchange.
-
-        Asynchronous rules count only the last step of a batch.
-        """
+        """Call ``train_iter`` once; return the number of steps: asynchronous rules count only the last of a batch."""
         self.is_last_step = batch_step.is_last
         recorder = self.recorder
         self.context.progress()
@@ -106,10 +100,7 @@ class ModelBatchLoop(BatchLoop):
             self._periodic_exchange.run()
 
     def _check_step(self) -> None:
-        """Check that the step changed the parameters.
-
-        Synchronous ranks also compare their first steps; asynchronous ranks do so after the epoch.
-        """
+        """Check that steps change parameters, and, unless the rule is asynchronous, that ranks take different ones."""
         self.sanity_check.record_step()
         if self.sanity_check.is_comparison_due and not self.rule.asynchronous:
             self.sanity_check.compare_ranks(self.context)
@@ -120,10 +111,7 @@ class ModelBatchLoop(BatchLoop):
             return self.model.apply_gradients()
 
     def record(self, batch_step: BatchStep) -> None:
-        """After the last step of a batch, count it, and write the line and the memory checkpoint that are due.
-
-        All ranks write a memory checkpoint together.
-        """
+        """After a batch, write the line that is due, and the memory checkpoint, which all ranks write together."""
         self._is_memory_checkpoint_new = False
         if batch_step.is_last:
             n_batches = self.state.position["batch"] = batch_step.batch_number + 1
@@ -179,10 +167,7 @@ class ModelBatchLoop(BatchLoop):
         return min(by_rank)
 
     def _record_compute_time(self, start: float, seconds_before: dict[str, float]) -> None:
-        """Add the time since ``start`` to ``compute``, without the time that the class recorded for other activities.
-
-        ``seconds_before`` is the time by activity at ``start``.
-        """
+        """Add the time since ``start`` to ``compute``, without the time that the class recorded otherwise."""
         seconds = self.recorder.meter.seconds
         recorded = sum(value - seconds_before.get(name, 0.0) for name, value in seconds.items() if name != "compute")
         seconds["compute"] = seconds_before["compute"] + max(0.0, time.perf_counter() - start - recorded)

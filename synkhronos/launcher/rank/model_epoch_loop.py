@@ -183,10 +183,7 @@ class ModelEpochLoop(EpochLoop):
         return not self.batch_loop.is_stopped_by_signal
 
     def make_report(self) -> Report:
-        """Make the report of the epoch; raise FloatingPointError if the loss is infinite or NaN.
-
-        The loss in the report is NaN if the class recorded no cost.
-        """
+        """Make the report of the epoch; its loss is NaN if the class recorded no cost."""
         n_ranks, epoch = self.context.size, self.n_reports + 1
         n_rows_seen = self.recorder.meter.total_steps * self.recorder.rows_per_step * n_ranks
         elapsed = self._training_ended_at - self.recorder.epoch_began
@@ -278,10 +275,7 @@ class ModelEpochLoop(EpochLoop):
             save(f"{self.state.folder / 'snapshots'}{os.sep}")  # Theano-MPI's models append a file's name
 
     def _save_params(self, name: str) -> None:
-        """Write the parameters into an ``.npz`` file, on rank 0.
-
-        As in Lasagne's examples, the arrays are ``arr_0``, ``arr_1`` and so on.
-        """
+        """Write the parameters into an ``.npz`` file, on rank 0: ``arr_0`` and so on, as Lasagne's examples do."""
         if self.context.number == 0:
             params = self.model.params
             if isinstance(self.model, Model) and self.model.ema_params is not None and self.model.validate_ema:

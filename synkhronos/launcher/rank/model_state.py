@@ -31,7 +31,7 @@ from synkhronos.training.monitoring.early_stopping import EarlyStopping
 from synkhronos.training.monitoring.recorder import filter_lines
 from synkhronos.training.train_function.optimizer_state import join_shards
 
-#: Key under which a rank stores its instance, and the `State` of the rule, between programs.
+#: Key under which a rank stores the `State` of the rule.
 STORAGE_KEY = "launch"
 
 

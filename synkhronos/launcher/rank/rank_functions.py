@@ -34,10 +34,11 @@ from synkhronos.launcher.model_class.model_recorder import ModelRecorder
 from synkhronos.launcher.model_class.model_variables import group_variables, track_generators
 from synkhronos.launcher.rank.gradient_sum_rule import GradientSumRule
 from synkhronos.launcher.rank.model_epoch_loop import ModelEpochLoop
-from synkhronos.launcher.rank.model_state import STORAGE_KEY, ModelState
-from synkhronos.launcher.rank.remote_output import start_output_forwarder
+from synkhronos.launcher.rank.model_state import ModelState
+from synkhronos.launcher.rank.remote_output import RemoteRecorder, start_output_forwarder
 from synkhronos.launcher.supervision.master_arguments import MasterArguments
 from synkhronos.programs import LocalRows, RankContext
+from synkhronos.programs.rank_context import get_rank
 from synkhronos.rules import Rule
 from synkhronos.rules.state import FlatVariables
 from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
@@ -51,13 +52,20 @@ _EXCHANGE_DESCRIPTIONS = {
 
 
 @dataclass
-class BuiltModel:
-    """Instance of the model class on one rank, which `build_model` stores for `train_model`."""
+class LaunchedRank:
+    """Objects of one rank that one of its functions passes on to a later one."""
 
-    model: Any
-    variables: VariablesByRole
+    model: Any = None
+    variables: VariablesByRole | None = None
     #: Quantity that ranks exchange after each step; None without such an exchange.
-    exchanged_quantity: Literal["gradient", "params"] | None
+    exchanged_quantity: Literal["gradient", "params"] | None = None
+    #: Recorder of a rank on another host.
+    remote_recorder: RemoteRecorder | None = None
+
+    @staticmethod
+    def from_context(context: RankContext) -> LaunchedRank:
+        """Return the object of this rank."""
+        return get_rank(context).registry.get_or_create(LaunchedRank)
 
 
 def prepare_rank(
@@ -80,7 +88,7 @@ def prepare_rank(
         cores = arguments.rank_cores[context.number] if arguments.rank_cores else None
         placement = f"on {devices[context.number]}, {core_binding.describe_binding(cores)}"
     else:
-        context.get_storage(STORAGE_KEY)["remote_recorder"] = start_output_forwarder(context.number)
+        LaunchedRank.from_context(context).remote_recorder = start_output_forwarder(context.number)
         host_ranks = next(ranks for ranks in ranks_by_host if context.number in ranks)
         device = "cpu" if devices[0] == "cpu" else f"cuda{host_ranks.index(context.number)}"
         placement = f"on {device} of host {platform.node()}, {core_binding.describe_binding(None)}"
@@ -93,7 +101,7 @@ def prepare_rank(
 def build_model(context: RankContext, settings: Settings, rule: Rule) -> tuple[int, str]:
     """Make, check and compile this rank's instance; return the size and dtype of the vector that ranks exchange.
 
-    All ranks get the parameters of rank 0.  The rank stores a `BuiltModel` for `train_model`.  Raise
+    All ranks get the parameters of rank 0.  The rank stores the instance for `train_model`.  Raise
     ModelInterfaceError if the class or the instance lacks a method or an attribute, or the shapes of parameters differ
     between ranks.
     """
@@ -131,7 +139,8 @@ def build_model(context: RankContext, settings: Settings, rule: Rule) -> tuple[i
         if context.number:
             generator = library.jump_generator(generator, context.number)
         library.set_generator(variable, generator)
-    context.get_storage(STORAGE_KEY)["built_model"] = BuiltModel(model, variables, exchanged_quantity)
+    launched = LaunchedRank.from_context(context)
+    launched.model, launched.variables, launched.exchanged_quantity = model, variables, exchanged_quantity
     exchange_vector = FlatVariables(variables.exchanged)
     return exchange_vector.size, exchange_vector.dtype.name
 
@@ -144,22 +153,20 @@ def train_model(
     arguments: MasterArguments,
     stop_flag: LocalRows,
 ) -> bool:
-    """Train the instance from `build_model`, and call its ``cleanup``.
-
-    Return False if a signal stopped the training after a checkpoint.
+    """Train the instance from `build_model`, and call its ``cleanup``; return False if a signal stopped the training.
 
     ``rule_arrays`` is the shared memory of the rule, by name.
     """
-    storage = context.get_storage(STORAGE_KEY)
-    built_model: BuiltModel = storage["built_model"]
-    model = built_model.model
-    if built_model.exchanged_quantity == "gradient":
+    launched = LaunchedRank.from_context(context)
+    model, variables = launched.model, launched.variables
+    assert variables is not None
+    if launched.exchanged_quantity == "gradient":
         rule = GradientSumRule(model, rule.precision)
     is_on_first_host = context.number < len(settings.devices)
-    writer = Recorder(settings.folder) if is_on_first_host else storage["remote_recorder"]
+    writer = Recorder(settings.folder) if is_on_first_host else launched.remote_recorder
     folder = Path(settings.folder) if is_on_first_host else None
     recorder = ModelRecorder(context.number, writer, settings.every, get_batch_size(model), folder)
-    state = ModelState(context, settings, rule, model, built_model.variables, rule_arrays, recorder)
+    state = ModelState(context, settings, rule, model, variables, rule_arrays, recorder)
     try:
         return ModelEpochLoop(state, arguments, stop_flag).train_all_epochs()
     finally:

@@ -63,10 +63,7 @@ class RemoteRecorder:
         self._stdout_fd, self._forwarder = stdout_fd, forwarder
 
     def write_rank_record(self, rank: int, record: Mapping[str, Any]) -> None:
-        """Send a record to the supervisor, for the file of a rank.
-
-        Raise RuntimeError if the forwarder has exited, since output of this rank would be lost.
-        """
+        """Send a record to the supervisor; RuntimeError is raised if the forwarder has exited: output would be lost."""
         if self._forwarder.poll() is not None:
             raise RuntimeError(
                 f"the process that passes on rank {rank}'s output {describe_exit(self._forwarder.returncode)}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass
 
 
@@ -27,12 +25,3 @@ class MasterArguments:
     memory_checkpoint_folder: str | None
     #: Whether the ranks start again after a death.
     is_recovery: bool
-
-    def to_json(self) -> str:
-        """Return the arguments as one argument of a command line."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> MasterArguments:
-        """Parse the result of `to_json`."""
-        return cls(**json.loads(text))

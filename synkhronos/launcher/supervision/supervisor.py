@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import selectors
 import signal
@@ -148,7 +149,7 @@ class Supervisor:
             is_recovery=self._death_limit.n_deaths > 0,
         )
         module = "synkhronos.launcher.rank.master_process"
-        command = [sys.executable, "-m", module, settings.folder, arguments.to_json()]
+        command = [sys.executable, "-m", module, settings.folder, json.dumps(dataclasses.asdict(arguments))]
         # The master inherits this binding: BLAS starts its threads at import, within rank 0's cores.
         core_binding.bind_to_cores(rank_cores[0] if rank_cores else [])
         try:

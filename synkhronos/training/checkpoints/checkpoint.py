@@ -211,10 +211,7 @@ class Checkpoint:
         return list_checkpoints(self.folder)
 
     def find_best(self) -> Path | None:
-        """Return the checkpoint with the best value of `keep_best`; None if there is none.
-
-        Of equally good checkpoints, it is the one of fewest rows.
-        """
+        """Return the checkpoint with the best value of `keep_best`, the earliest of equal ones; None without any."""
         if self.keep_best is None:
             return None
         costs: dict[Path, float] = {}

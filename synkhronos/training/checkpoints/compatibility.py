@@ -106,10 +106,7 @@ def _to_json_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _describe_variable(shared: SharedVariable, role: str) -> list[Any]:
-    """Return the name, shape and dtype of a shared variable.
-
-    For ``others`` the shape is replaced by the number of dimensions: an extra update may change the shape.
-    """
+    """Return a variable's name, shape and dtype; of ``others`` the number of axes instead, as shapes may change."""
     shape = list(get_shape(shared))
     return [shared.name or "", f"{len(shape)}-d" if role == "others" else shape, str(shared.type.dtype)]
 

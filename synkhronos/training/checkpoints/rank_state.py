@@ -85,19 +85,20 @@ def pack_states(
     return arrays, {"ranks": len(states_by_rank), "alike": is_joint, "streams": streams}
 
 
-def _unpack_states(content: CheckpointContent) -> list[dict[str, Any]]:
+def _unpack_states(content: CheckpointContent, spec: RankStateSpec) -> list[dict[str, Any]]:
     """Return the state of each rank from a checkpoint."""
     meta, arrays = content.meta, content.arrays
     shared = {name.removeprefix("shared."): array for name, array in arrays.items() if name.startswith("shared.")}
     states_by_rank: list[dict[str, Any]] = []
     for r in range(meta["ranks"]):
         others = [arrays[f"{r}.others.{i}"] for i in range(len(meta["variables"]["others"]))]
-        state: dict[str, Any] = {"own": {}, "others": others, "shared": shared}
+        state = {"own": {}, "others": others, "shared": shared, "streams": meta["streams"][r]}
         states_by_rank.append(state)
         if meta["alike"] and r:
             continue
-        for role in ("params", "optimizer", "excluded"):
-            state[role] = arrays[f"{r}.{role}"]
+        state |= {role: arrays[f"{r}.{role}"] for role in ("params", "optimizer", "excluded")}
+        if spec.variables.optimizer is None:  # sharded
+            state["optimizer"] = None
         state |= {name: int(arrays[f"{r}.{name}"]) for name in ("step", "since")}
         prefix = f"{r}.own."
         state["own"] = {n.removeprefix(prefix): array for n, array in arrays.items() if n.startswith(prefix)}
@@ -128,7 +129,7 @@ def restore_state(context: RankContext, spec: RankStateSpec, path: str, root: in
     """
     if context.number == root:
         content = read_checkpoint(path)
-        states_by_rank = _unpack_resized_states(content, spec, context.size)
+        states_by_rank = resize_states(_unpack_states(content, spec), spec, context.size)
         for r, state in enumerate(states_by_rank):
             if r != root:
                 context.send(state, r)
@@ -158,17 +159,6 @@ def set_state(context: RankContext, spec: RankStateSpec, saved_state: dict[str, 
     storage["own"] = saved_state["params"]
 
 
-def _unpack_resized_states(content: CheckpointContent, spec: RankStateSpec, n_ranks: int) -> list[dict[str, Any]]:
-    """Return the states of ranks from a checkpoint, converted to ``n_ranks`` ranks."""
-    saved_states, streams = _unpack_states(content), content.meta["streams"]
-    states_by_rank = resize_states(
-        [{**state, "streams": streams[r]} for r, state in enumerate(saved_states)], spec, n_ranks
-    )
-    if spec.variables.optimizer is None:
-        states_by_rank = [{**state, "optimizer": None} for state in states_by_rank]
-    return states_by_rank
-
-
 def resize_states(saved_states: list[dict[str, Any]], spec: RankStateSpec, n_ranks: int) -> list[dict[str, Any]]:
     """Convert the states of ranks to ``n_ranks`` ranks.
 
@@ -177,21 +167,18 @@ def resize_states(saved_states: list[dict[str, Any]], spec: RankStateSpec, n_ran
     """
     if spec.is_joint:
         states_by_rank = saved_states[:1] * n_ranks
+    elif len(saved_states) == n_ranks:
+        states_by_rank = saved_states
     else:
-        states_by_rank = (
-            saved_states if len(saved_states) == n_ranks else spec.rule.resize_states(saved_states, n_ranks)
-        )
-    states_by_rank = [
+        states_by_rank = spec.rule.resize_states(saved_states, n_ranks)
+    return [
         {
-            **state,
+            **{key: value for key, value in state.items() if key != "shared"},  # ranks map the rule's memory
             "others": saved_states[r % len(saved_states)]["others"],
             "streams": saved_states[r]["streams"] if r < len(saved_states) else None,
         }
         for r, state in enumerate(states_by_rank)
     ]
-    for state in states_by_rank:
-        del state["shared"]  # not sent to ranks: they map the rule's memory
-    return states_by_rank
 
 
 # -- states of random generators in shared variables, in types that JSON can represent -------------------------

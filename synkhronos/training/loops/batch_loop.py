@@ -66,10 +66,7 @@ for method, span in (("step", "step"), ("exchange_if_due", "exchange"), ("record
 
 
 class PeriodicExchange:
-    """Runs a rule's exchange when the counted steps make it due.
-
-    ``seconds`` is the time by activity.  The duration of exchanges is added to its entry ``exchange``.
-    """
+    """Runs a rule's exchange when the counted steps make it due, and adds its duration to ``seconds["exchange"]``."""
 
     def __init__(self, context: RankContext, rule: Rule, state: State, seconds: dict[str, float]):
         self._context, self.rule, self.state, self._seconds = context, rule, state, seconds

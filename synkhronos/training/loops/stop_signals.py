@@ -106,10 +106,7 @@ class StopAgreement:
         self._exchanged_at = time.monotonic()
 
     def agree_on_stop(self) -> bool:
-        """Count a step, exchange requests if due, and return True if all ranks stop after this step.
-
-        Every rank must call this after every step.
-        """
+        """Return True if all ranks stop after this step.  Every rank must call this after every step."""
         self._steps_left -= 1
         if self._steps_left:
             return False

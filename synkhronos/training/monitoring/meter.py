@@ -222,10 +222,7 @@ class Meter:
         return replace(self.totals, seconds=dict(self.seconds), learning_rate=learning_rate)
 
     def write_lines(self, epoch: int, n_rows_seen: int, learning_rate: float, flush: bool = False) -> None:
-        """Write a line to each recorder whose last line is ``every`` steps ago; with ``flush``, also after fewer steps.
-
-        ``epoch`` is the number of complete epochs, ``n_rows_seen`` the number of rows trained on so far.
-        """
+        """Write a line to each recorder whose last line is ``every`` steps ago, or with ``flush`` any number."""
         for line in self._lines:
             if line.totals.steps < (1 if flush else line.recorder.every):
                 continue

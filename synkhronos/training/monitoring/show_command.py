@@ -116,20 +116,12 @@ def draw_picture(runs: dict[str, dict[str, list[dict[str, Any]]]], picture: Path
     from matplotlib import pyplot
     from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
-    curves: dict[str, list[dict[str, Any]]] = {}
-    for run, files in runs.items():
-        start_time = min((record["time"] for records in files.values() for record in records), default=0.0)
-        curves[run] = [
-            {
-                "seconds": record["time"] - start_time,
-                "rows": record.get("seen"),
-                "loss": record["loss"],
-                "rows per second": record.get("rows_per_second"),
-                **{f"validation {name}": value for name, value in (record.get("validation") or {}).items()},
-            }
-            for record in files.get("reports", [])
-            if record.get("loss") is not None
-        ]
+    curves: dict[str, list[dict[str, Any]]] = {run: [] for run in runs}
+    for record in build_table(runs):
+        if record["file"] == "reports" and record.get("loss") is not None:
+            validation = {f"validation {name}": value for name, value in (record.get("validation") or {}).items()}
+            point = {"seconds": record["seconds"], "rows": record.get("seen"), "loss": record["loss"]}
+            curves[record["run"]].append({**point, "rows per second": record.get("rows_per_second"), **validation})
     names = dict.fromkeys(name for points in curves.values() for point in points for name in point)
     validations = [("rows", name) for name in names if name.startswith("validation ")]
     panels = [("seconds", "loss"), ("rows", "loss"), *validations, ("rows", "rows per second")]

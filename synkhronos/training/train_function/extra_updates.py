@@ -47,10 +47,7 @@ class ExtraUpdate(NamedTuple):
 def parse_extra_updates(
     updates: UpdatesArgument | None, rule_updates: RuleUpdates, inputs: list[Variable]
 ) -> list[ExtraUpdate]:
-    """Check extra updates, and choose the ops that are not given.
-
-    ``inputs`` are the variables whose rows differ between ranks.
-    """
+    """Check extra updates, and choose the ops that are not given; rows of ``inputs`` differ between ranks."""
     if updates is None:
         return []
     if not isinstance(updates, Mapping | list | tuple):

@@ -27,10 +27,7 @@ StepRows: TypeAlias = list[np.ndarray] | None
 
 
 def assign_rows(batches: Sequence[Any], length: int, n_ranks: int) -> list[StepRows]:
-    """Return the row indexes of each step on each rank, for data that are scattered.
-
-    The result is None for a step whose number of rows is not a multiple of the number of ranks, ``n_ranks``.
-    """
+    """Return the row indexes of each step on each rank, for scattered data; None for a step of uneven shares."""
     steps: list[StepRows] = []
     for i, batch in enumerate(batches):
         rows = np.asarray(select_rows(batch, length, f"batches[{i}]"), np.int64)

@@ -116,10 +116,7 @@ class TrainingGraph:
 
     @property
     def outputs(self) -> list[tuple[Variable, str]]:
-        """Outputs of the gradient's function, with their ops.
-
-        They are the loss, a mean over rows; or with a `weight` the weighted loss and the weight, both to be summed.
-        """
+        """Outputs and ops of the gradient's function: the mean loss, or sums of the weighted loss and the `weight`."""
         return [(self.loss, "mean")] if self.weight is None else make_weighted_outputs(self.loss, self.weight)
 
     def parse_data(
@@ -229,10 +226,7 @@ def replace_params(expressions: Sequence[Variable], params: Sequence[SharedVaria
 
 
 def describe_update_rule(update_rule: UpdateRule, rule_kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the name of an update rule and all of its options, including defaults.
-
-    Checkpoints have both, so that a training is not resumed with another rule.
-    """
+    """Return the name of an update rule and all of its options with their defaults, which checkpoints compare."""
     parameters = inspect.signature(update_rule).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty and p.name != "weight"}
     return get_rule_name(update_rule), {**defaults, **rule_kwargs}

@@ -23,10 +23,7 @@ _MAX_STEPS_PER_LAUNCH = 64
 
 @dataclass
 class IntervalPlan:
-    """Interval between two reports: its range of positions in an epoch, and how to train on it.
-
-    A position is an index into the epoch's order of rows.
-    """
+    """Interval between two reports: its range of positions, indexes into the epoch's order, and how to train on it."""
 
     #: Range of positions: ``start`` inclusive, ``stop`` exclusive.
     start: int
@@ -162,10 +159,7 @@ class EpochData:
         self.current_ranks_by_host = ranks_by_host
 
     def round_up_to_step(self, start: int, stop: int) -> int:
-        """Return ``stop``, moved to the end of a step that begins before it if rows were redistributed.
-
-        The first step begins at ``start``.
-        """
+        """Return ``stop``, moved to the end of a step if rows were redistributed; steps begin at ``start``."""
         hosts = get_ranks_by_host(self.arrays)
         if hosts is None or len(hosts) == 1 or hosts == self.ranks_by_host:
             return stop

@@ -337,14 +337,8 @@ def make_trainer(
 
     Parameters
     ----------
-    loss : scalar variable
-        Loss to minimize: a mean over the rows of `x`.
-    params : list of shared variables
-        Parameters to train.
-    x, y : variable or list of variables
-        Inputs and targets.  A list of targets may be empty.
-    update_rule : callable
-        A rule of `synkhronos.training.updates`, or a function with its arguments and results.
+    loss, params, x, y, update_rule
+        As for `synkhronos.training.make_train_function`.
     rule : Rule, optional
         Exchange rule of `synkhronos.rules`.  Default: `BSP`.
     learning_rate : float or callable
@@ -353,20 +347,15 @@ def make_trainer(
         Values to compute on validation data.  `patience` and `schedules.plateau` use the first.  A metric is a scalar
         variable that is a mean over rows; or ``(variable, op)``, reduced over batches and ranks by an op of :ref:`ops`,
         such as "max"; or ``(variable, "mean", weight)`` with a scalar variable, such as the sum of a mask.
-    extra_updates : dict, or list of (shared variable, expression) or (shared variable, expression, op), optional
-        As for `synkhronos.training.make_train_function`.  Those with the op "mean" are exchanged with the
-        parameters; at a report the master has the values of all ranks.
-    weight : scalar variable, optional
-        As for `synkhronos.training.make_train_function`.  Losses in reports and records are means with this weight,
-        under all rules.
-    clip_norm, num_slices, ema, loss_scale
-        As for `synkhronos.training.make_train_function`.  They need a `rule` that averages gradients, which
-        is the default.  `Trainer.get_ema` returns the averages; checkpoints have them.
+    extra_updates, weight
+        As for `synkhronos.training.make_train_function`.  Updates with the op "mean" are exchanged with the parameters;
+        at a report the master has the values of all ranks.  Losses in reports and records are means with the weight.
+    clip_norm, num_slices, ema, loss_scale, shard_optimizer
+        As for `synkhronos.training.make_train_function`.  They need a `rule` that averages gradients, which is the
+        default.  `Trainer.get_ema` returns the averages.  Checkpoints hold them and the whole optimizer's state, so
+        that trainers resume on any number of ranks.
     validate_ema : bool, optional
         Whether `validate` is computed with the averages of `ema` instead of the parameters.
-    shard_optimizer : bool, optional
-        As for `synkhronos.training.make_train_function`, with such a `rule`.  Checkpoints hold the whole state, so that
-        trainers resume on any number of ranks, with this option or without.
     **rule_kwargs
         Options of the update rule, such as ``momentum=0.9``.
 

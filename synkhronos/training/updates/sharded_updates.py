@@ -141,17 +141,18 @@ class ShardedUpdates:
     def _shard_state(self, updates: OrderedDict[Any, Any]) -> None:
         """Shard the state variables that elementwise operations relate to a parameter, into `_sharded_variables`."""
         states = [s for s in updates if not any(s is p for p in self._params) and np.dtype(s.type.dtype).kind == "f"]
-        whole_ids, whole_states = _find_whole_leaves(list(updates.values())), []
+        whole_ids = {id(leaf) for leaf, is_whole in _iterate_leaves(list(updates.values())) if is_whole}
+        whole_states = []
         for i, p in enumerate(self._params):
             if not self._layout.is_sharded[i]:
                 continue
-            elementwise = {id(v) for v in _iterate_elementwise_leaves([updates[p]])}
+            elementwise = _find_elementwise_leaves(updates[p])
             for s in states:
                 if get_shape(s) != self._layout.shapes[i] or s in self._sharded_variables:
                     continue
                 if id(s) in whole_ids:
                     whole_states.append(s)
-                elif id(s) in elementwise or any(v is p for v in _iterate_elementwise_leaves([updates[s]])):
+                elif id(s) in elementwise or id(p) in _find_elementwise_leaves(updates[s]):
                     self._sharded_variables[s] = i, self._make_sharded_variable(s, self._layout.lengths[i])
         if whole_states and not self._sharded_variables:
             raise ValueError(
@@ -408,36 +409,25 @@ def _as_number(value: _ShardedValue) -> Any:
     return whole.dimshuffle() if whole.ndim else whole
 
 
-def _iterate_elementwise_leaves(variables: Sequence[Variable]) -> Iterator[Any]:
-    """Yield the leaves of a graph that are connected to its outputs by elementwise operations only."""
-    stack, seen = list(variables), set()
-    while stack:
-        variable = stack.pop()
-        if id(variable) in seen:
-            continue
-        seen.add(id(variable))
-        node = variable.owner
-        if node is None:
-            yield variable
-        elif type(node.op).__name__ in ("Elemwise", *_RESHAPING_OPS):
-            stack.extend(node.inputs)
-
-
-def _find_whole_leaves(variables: Sequence[Variable]) -> set[int]:
-    """Return the ids of the leaves of a graph that some operation other than an elementwise one reads."""
-    stack, seen, leaves = [(variable, False) for variable in variables], set(), set()
+def _iterate_leaves(variables: Sequence[Variable]) -> Iterator[tuple[Any, bool]]:
+    """Yield the leaves of a graph, each with False if elementwise operations read it, and True if others do."""
+    stack, visited = [(variable, False) for variable in variables], set()
     while stack:
         variable, is_whole = stack.pop()
-        if (id(variable), is_whole) in seen:
+        if (id(variable), is_whole) in visited:
             continue
-        seen.add((id(variable), is_whole))
+        visited.add((id(variable), is_whole))
         node = variable.owner
-        if node is not None:
+        if node is None:
+            yield variable, is_whole
+        else:
             is_whole = is_whole or type(node.op).__name__ not in ("Elemwise", *_RESHAPING_OPS)
             stack.extend((operand, is_whole) for operand in node.inputs)
-        elif is_whole:
-            leaves.add(id(variable))
-    return leaves
+
+
+def _find_elementwise_leaves(variable: Variable) -> set[int]:
+    """Return the ids of the leaves that elementwise operations alone connect to a variable."""
+    return {id(leaf) for leaf, is_whole in _iterate_leaves([variable]) if not is_whole}
 
 
 def _find_constant_bounds(library: GraphLibrary, node: Node, total: int) -> tuple[int, int] | None:
