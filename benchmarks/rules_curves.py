@@ -86,8 +86,8 @@ def train(
     results: list[tuple[int, float, float, float]] = []
     try:
         for report in trainer.epochs(data[0], data[1], batch, epochs, seed=1, valid=(data[2], data[3])):
-            seconds += (report.seen - (results[-1][0] if results else 0)) / report.rows_per_second
-            results.append((report.seen, seconds, report.loss, report.validation["error"]))
+            seconds += (report.rows_seen - (results[-1][0] if results else 0)) / report.rows_per_second
+            results.append((report.rows_seen, seconds, report.loss, report.validation["error"]))
     except FloatingPointError:
         results.append((results[-1][0] if results else 0, seconds, float("nan"), float("nan")))
     return results

@@ -122,8 +122,8 @@ def train(n: int, texts: Texts, options: argparse.Namespace) -> Times:
         if report.epoch == 1:  # includes compilation
             processor_seconds = synk.run(get_processor_seconds)
         else:  # without compilation for new batch lengths
-            seconds += (report.seen - n_rows) / report.rows_per_second
-        n_rows = report.seen
+            seconds += (report.rows_seen - n_rows) / report.rows_per_second
+        n_rows = report.rows_seen
         print(f"{n} {'rank' if n == 1 else 'ranks'}, {report}", flush=True)
     processor_seconds = [
         end - begin for end, begin in zip(synk.run(get_processor_seconds), processor_seconds, strict=True)

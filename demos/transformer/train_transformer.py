@@ -63,7 +63,7 @@ def train(network: Transformer, text: Text, options: argparse.Namespace, n: int)
             start = time.perf_counter()  # the first epoch compiles, and is not counted
         reports.append(report)
     if len(reports) > 1:
-        n_characters = (reports[-1].seen - reports[0].seen) * options.length
+        n_characters = (reports[-1].rows_seen - reports[0].rows_seen) * options.length
         print(f"{n} ranks: {n_characters / (time.perf_counter() - start):,.0f} characters/s, validation included")
     synk.broadcast(trainer.params, [average.get_value() for average in trainer.get_ema() or []])
     return reports

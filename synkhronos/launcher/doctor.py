@@ -42,11 +42,7 @@ def main(arguments: list[str]) -> int:
 
 
 def make_report() -> str:
-    """Return the text of ``python -m synkhronos doctor``: facts, one per line, and steps that name a command.
-
-    "Do first" lists the steps without which ranks cannot run, or use only part of the machine.  If there are none, the
-    heading is "Ready".  "Optional" lists the features that need a package.
-    """
+    """Return the text of ``python -m synkhronos doctor``: facts, steps without which ranks cannot run, and others."""
     installed = {module for module in _PACKAGES if find_spec(module) is not None}
     n_gpus = get_n_gpu()
     facts = {

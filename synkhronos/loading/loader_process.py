@@ -55,11 +55,7 @@ class LoaderConfig:
 
 
 def pack_config(config: LoaderConfig) -> tuple[io.FileIO, int]:
-    """Pickle a configuration into shared memory; return the memory's file and size.
-
-    All loader processes map the same copy of its arrays.  TypeError is raised if the source or the augmentation can't
-    be pickled.
-    """
+    """Pickle a configuration into shared memory, which all processes map; return the memory's file and size."""
     buffers: list[pickle.PickleBuffer] = []
     try:
         head = cloudpickle.dumps(config, pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append)
@@ -85,11 +81,7 @@ def start_loader_process(
     ring_files: Sequence[io.FileIO],
     process_socket: socket.socket,
 ) -> int:
-    """Start a loader process and return its process id.
-
-    ``number`` is that of the process among those of the loader, ``packed_config`` the result of `pack_config`.
-    ``ring_files`` are those of the ring's words, then of its arrays.
-    """
+    """Start loader process ``number``, and return its process id; ``ring_files`` are those of words and arrays."""
     config_file, config_nbytes = packed_config
     fds = [config_file.fileno(), process_socket.fileno(), *(file.fileno() for file in ring_files)]
     from_main_thread = threading.current_thread() is threading.main_thread()

@@ -249,11 +249,7 @@ class Ring:
         return min(self._filled) >= self._make_tag(unit + 1)
 
     def wait_filled(self, unit: int, position: tuple[int, int], on_poll: Callable[[], None] | None = None) -> None:
-        """Wait until a unit is filled; raise LoadError if a row of it can't be read, or a loader process has died.
-
-        ``position`` is the epoch and row at which the unit starts, for errors.  ``on_poll`` is called regularly, and
-        may raise.
-        """
+        """Wait until a unit is filled; LoadError has ``position``, its epoch and row, if that is impossible."""
 
         def check_and_poll() -> None:
             self._raise_failure(unit, position)

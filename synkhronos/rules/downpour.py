@@ -48,10 +48,7 @@ class Downpour(CentreRule):
             raise ValueError(f"push, fetch: expected equal numbers with asynchronous=False, got {push} and {fetch}")
 
     def count_steps_left(self, state: State) -> int:
-        """Return the number of steps until the next exchange.
-
-        It depends on ``state.step``, so that an interrupted exchange does not shift later ones.
-        """
+        """Return the steps until the next exchange, by ``state.step``: an interrupted one does not shift others."""
         period = math.gcd(self.push, self.fetch)
         return period - state.step % period
 

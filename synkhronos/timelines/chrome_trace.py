@@ -18,10 +18,7 @@ from synkhronos.timelines.spans import Span
 
 @dataclass(frozen=True, slots=True)
 class RankSpans:
-    """The spans of one rank, and XLA's operations.
-
-    ``offset`` is the number of nanoseconds by which the master's clock is ahead of the rank's.
-    """
+    """Spans of one rank, XLA's operations, and the nanoseconds by which the master's clock is ahead: ``offset``."""
 
     rank: int
     host: str

@@ -99,7 +99,7 @@ def test_killed_loader_ends_training(fork, load, rule):
     with time_limit(), pytest.raises((LoadError, synk.WorkerError), match=r"loader 1 \(process \d+\)"):
         list(reports)
     assert np.isfinite(trainer.params[0].get_value())  # the ranks are alive
-    assert next(start_training(rule, loader)[1]).seen == 30  # and the loader has new processes
+    assert next(start_training(rule, loader)[1]).rows_seen == 30  # and the loader has new processes
 
 
 # -- a rank, or the program, dies ----------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def test_death_of_a_rank_ends_loaders(fork, load):
         list(reports)
     wait_until_ended(pids)
     fork(2)
-    assert next(start_training(rule, loader)[1]).seen == 20
+    assert next(start_training(rule, loader)[1]).rows_seen == 20
 
 
 @pytest.mark.parametrize(

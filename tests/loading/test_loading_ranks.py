@@ -88,7 +88,11 @@ def test_trainer_with_loader_equals_arrays(fork, load, rule, n):
     params, others = train(rule, (loader, None), valid=valid)
     assert_same(params, expected)
     for report, other_report in zip(reports, others, strict=True):
-        assert (report.seen, report.steps, report.batch) == (other_report.seen, other_report.steps, other_report.batch)
+        assert (report.rows_seen, report.steps, report.rows_per_step) == (
+            other_report.rows_seen,
+            other_report.steps,
+            other_report.rows_per_step,
+        )
         np.testing.assert_allclose(
             [other_report.loss, other_report.validation["mse"]], [report.loss, report.validation["mse"]], rtol=1e-12
         )
@@ -99,7 +103,7 @@ def test_loader_with_asynchronous_ranks_reads_each_row_once(fork, load, rule):
     fork(3)
     loader = load([ROWS, TARGETS], processes=2, depth=2)
     params, reports = train(rule, (loader, None), epochs=4)
-    assert reports[-1].seen == 4 * 103 and sum(report.steps for report in reports) >= 4 * 21
+    assert reports[-1].rows_seen == 4 * 103 and sum(report.steps for report in reports) >= 4 * 21
     assert reports[-1].loss < reports[0].loss
 
 
@@ -139,9 +143,9 @@ def test_trainer_with_loader_resumes_within_an_epoch(fork, load, tmp_path, rule,
     stored = folders[0].list_paths()[0]
     for resumed, data in ((again, (loader, None)), (expected, arrays)):
         reports = list(resumed.epochs(*data, 5, 2, seed=3, every=3, resume=stored))
-        records.append((resumed.params[0].get_value(), reports[-1].seen, sum(r.steps for r in reports)))
+        records.append((resumed.params[0].get_value(), reports[-1].rows_seen, sum(r.steps for r in reports)))
     assert_same(records[0][0], records[1][0])
-    assert records[0][1:] == records[1][1:] and report.seen == 15 * before and not np.array_equal(records[0][0], w)
+    assert records[0][1:] == records[1][1:] and report.rows_seen == 15 * before and not np.array_equal(records[0][0], w)
 
 
 def test_trainer_counts_skipped_loader_rows(load, two_ranks_per_test):

@@ -135,7 +135,7 @@ def test_resume_accepts_other_learning_rates_and_periods(fork, tmp_path, before,
     path = train_with_checkpoint(tmp_path, build_trainer(**before))
     new_trainer = build_trainer(**after)
     (report,) = resume_training(path, new_trainer)
-    assert report.seen == 120
+    assert report.rows_seen == 120
 
 
 def test_resume_refuses_checkpoints_of_the_user(tmp_path, two_ranks_per_test):

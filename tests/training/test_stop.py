@@ -99,7 +99,7 @@ def test_resume_of_asynchronous_rules_uses_each_row_once(fork, tmp_path, check_e
     (report,) = resumed.epochs(2, 1, checkpoint=checkpoint, resume="latest")
     new = np.asarray(synk.gather(resumed.counts, nd_up=1)) - stored[:after]
     assert (new.sum(0) + stored.sum(0)).tolist() == [1.0] * ROWS
-    assert report.seen == ROWS and report.steps == ROWS // 2
+    assert report.rows_seen == ROWS and report.steps == ROWS // 2
 
 
 def test_signal_within_validation_defers_the_report(tmp_path, check_each_step, monkeypatch, two_ranks_per_test):
@@ -177,7 +177,7 @@ def test_signal_handler_of_the_user_is_kept(tmp_path, check_each_step, two_ranks
         (report,) = model.epochs(5, 1, checkpoint=Checkpoint(tmp_path))
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert report.seen == ROWS and requests == [0]
+    assert report.rows_seen == ROWS and requests == [0]
 
 
 def test_signals_are_not_handled_without_checkpoints(two_ranks_per_test):

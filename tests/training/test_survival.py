@@ -93,7 +93,7 @@ def train(name="BSP", noise=False, rate=0.05, update=None, shard_optimizer=False
 def check_same(name, disturbed, undisturbed):
     assert len(set(disturbed[1])) == 1  # each row is used equally often
     np.testing.assert_array_equal(disturbed[1], undisturbed[1])
-    assert [report.seen for report in disturbed[2]] == [report.seen for report in undisturbed[2]]
+    assert [report.rows_seen for report in disturbed[2]] == [report.rows_seen for report in undisturbed[2]]
     if name in SYNCHRONOUS:
         np.testing.assert_array_equal(disturbed[0], undisturbed[0])
         for report, expected in zip(disturbed[2], undisturbed[2], strict=True):
@@ -273,7 +273,7 @@ def test_on_death_leaves_out_a_broken_device(name, monkeypatch, tmp_path):
                 while True:
                     model.count_uses()
     assert ranks.get_session().size == 2
-    assert [report.batch for report in reports] == ["3 x 5 = 15", "2 x 5 = 10", "2 x 5 = 10"]
+    assert [report.rows_per_step for report in reports] == ["3 x 5 = 15", "2 x 5 = 10", "2 x 5 = 10"]
     assert [death["rank"] for death in reports[1].deaths] == [1, 2, 2]
     assert all("could not start: rank 2 raised OSError" in death["cause"] for death in reports[1].deaths[1:])
     values = model.values()
@@ -282,7 +282,7 @@ def test_on_death_leaves_out_a_broken_device(name, monkeypatch, tmp_path):
     resumed = Model(name, **options)
     checkpoint = Checkpoint(tmp_path / "three", keep=9)
     others = list(resumed.epochs(epochs=3, valid=(X, Y), resume=checkpoint.get_path(ROWS)))
-    assert [report.seen for report in others] == [report.seen for report in reports[1:]]
+    assert [report.rows_seen for report in others] == [report.rows_seen for report in reports[1:]]
     if name in SYNCHRONOUS:
         np.testing.assert_array_equal(values, resumed.values())
         assert [report.loss for report in others] == [report.loss for report in reports[1:]]
@@ -316,8 +316,8 @@ def test_on_death_leaves_out_all_workers_within_steps(name, monkeypatch):
     Killer(monkeypatch, {4: (1, True)})
     break_devices(monkeypatch, lambda number, size: True)
     reports = list(model.epochs(epochs=3, valid=(X, Y), on_death="continue"))
-    assert ranks.get_session().size == 1 and reports[-1].batch == "1 x 5 = 5"
-    assert [report.seen for report in reports] == [60, 120, 180]
+    assert ranks.get_session().size == 1 and reports[-1].rows_per_step == "1 x 5 = 5"
+    assert [report.rows_seen for report in reports] == [60, 120, 180]
     assert sum(len(report.deaths) for report in reports) == 5
     np.testing.assert_allclose(synk.function([], model.w.sum())(), np.sum(model.w.get_value()))
     assert [velocity.get_value().shape for velocity in model.trainer.optimizer] == [(4,), (1,)]  # not sharded now
@@ -333,7 +333,7 @@ def test_on_death_leaves_out_a_device_and_uses_each_row_once(name, source, monke
     Killer(monkeypatch, {10: (1, True)})
     break_devices(monkeypatch, lambda number, size: size == RANKS and number == 1)
     reports = list(model.trainer.epochs(x, y, 5, 4, on_death="continue"))
-    assert ranks.get_session().size == 2 and [report.seen for report in reports] == [60, 120, 180, 240]
+    assert ranks.get_session().size == 2 and [report.rows_seen for report in reports] == [60, 120, 180, 240]
     used = model.count_uses()
     assert max(used) == 4 and (name != "BSP" or min(used) == 4)  # under EASGD the counts of the lost rank are missing
 

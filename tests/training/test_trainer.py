@@ -18,7 +18,7 @@ def test_trainer_learns_with_every_rule(n_ranks, name):
     reports = list(model.epochs(epochs=epochs, valid=(X, Y)))
     assert [report.epoch for report in reports] == list(range(1, epochs + 1))
     assert reports[-1].validation["mse"] < 0.05 * reports[0].loss
-    assert reports[-1].batch == f"{n_ranks} x 5 = {5 * n_ranks}"
+    assert reports[-1].rows_per_step == f"{n_ranks} x 5 = {5 * n_ranks}"
     np.testing.assert_allclose(
         reports[-1].validation["mse"], np.mean((X @ model.w.get_value() + model.b.get_value() - Y) ** 2)
     )
@@ -36,8 +36,8 @@ def test_trainer_uses_every_row_once_an_epoch(n_ranks, name, rows, batch, every)
     reports = list(model.epochs(batch, 2, rows, every=every))
     # BSP in one command excludes the counts of single ranks from the average.
     assert model.count_uses().tolist() == [2.0] * rows
-    assert sum(report.seen == rows for report in reports) == 1
-    assert reports[-1].seen == 2 * rows
+    assert sum(report.rows_seen == rows for report in reports) == 1
+    assert reports[-1].rows_seen == 2 * rows
 
 
 @pytest.mark.parametrize("name", [name for name in ("BSP", "LocalSGD", "EASGD", "Downpour", "GoSGD") if name in ALL])

@@ -40,7 +40,7 @@ def test_resume_on_other_ranks_uses_the_remaining_rows(fork, tmp_path, name, bef
     # Each rank's counts continue those of an earlier rank.
     new = np.asarray(synk.gather(model.counts, nd_up=1)) - stored[[r % before for r in range(after)]]
     assert (new.sum(0) + stored.sum(0)).tolist() == [1.0] * ROWS
-    assert reports[-1].seen == ROWS
+    assert reports[-1].rows_seen == ROWS
     assert np.abs(model.values() - value).max() > 0
 
 
@@ -68,7 +68,7 @@ def test_rules_resize_states_to_other_numbers_of_ranks():
 def test_resume_without_a_checkpoint_starts_anew(tmp_path, two_ranks_per_test):
     model = Model("LocalSGD")
     reports = list(model.epochs(5, 1, checkpoint=Checkpoint(tmp_path), resume="latest"))
-    assert [report.seen for report in reports] == [ROWS]
+    assert [report.rows_seen for report in reports] == [ROWS]
 
 
 @pytest.mark.parametrize("name", ["LocalSGD", "EASGD", "GoSGD"][: 1 if XLA else 3])
@@ -230,7 +230,7 @@ def test_trainer_failed_start_on_one_rank_restarts_all(fork, monkeypatch, rank):
     with pytest.raises(RuntimeError, match="not yet"):
         next(trainer.epochs(X[:, :3], [], 5, 1))
     (report,) = trainer.epochs(X[:, :3], [], 5, 1)
-    assert report.seen == ROWS
+    assert report.rows_seen == ROWS
     assert w.get_value().tolist() == [5.0] * 3  # the centre starts from the ranks' parameters
 
 
@@ -306,7 +306,7 @@ def test_nan_loss_stops_before_a_checkpoint(tmp_path, name, n_good_epochs, two_r
         pytest.raises(FloatingPointError, match=r"learning rate of (5e\+198|1e\+200) may be too high"),
     ):
         for report in Model(name, rate=rate).epochs(5, 9, checkpoint=checkpoint):
-            seen.append(report.seen)
+            seen.append(report.rows_seen)
     assert seen == [ROWS] * n_good_epochs
     paths = checkpoint.list_paths()
     assert [checkpoint.load(path).meta["seen"] for path in paths] == seen
@@ -416,7 +416,9 @@ def test_data_may_have_other_lengths_in_each_epoch(tmp_path, name, two_ranks_per
     lengths, numbers_seen = [31, 47, 60, 17], []
     for epoch, n in enumerate(lengths, 1):
         data = X[:n], [Y[:n], np.arange(n)]
-        numbers_seen += [report.seen for report in model.trainer.epochs(*data, 5, epoch, recorder=Recorder(tmp_path))]
+        numbers_seen += [
+            report.rows_seen for report in model.trainer.epochs(*data, 5, epoch, recorder=Recorder(tmp_path))
+        ]
     assert numbers_seen == np.cumsum(lengths).tolist() and model.count_uses().sum() == sum(lengths)
     assert [report["seen"] for report in read_records(tmp_path)["reports"]] == numbers_seen
 
@@ -426,10 +428,10 @@ def test_data_that_grow_between_two_reports(name, two_ranks_per_test):
     model = Model(name)
     x, y, numbers = synk.data(X[:30]), synk.data(Y[:30]), synk.data(np.arange(30))
     epochs = model.trainer.epochs(x, [y, numbers], 5, 3, every=2)
-    assert [next(epochs).seen, next(epochs).seen] == [20, 30]
+    assert [next(epochs).rows_seen, next(epochs).rows_seen] == [20, 30]
     for data, values in ((x, X), (y, Y), (numbers, np.arange(ROWS))):
         data.set_value(values)
-    assert [next(epochs).seen for _ in range(3)] == [50, 70, 90]
+    assert [next(epochs).rows_seen for _ in range(3)] == [50, 70, 90]
     assert model.count_uses().tolist() == [2.0] * 30 + [1.0] * 30
     y.set_length(40)
     with pytest.raises(ValueError, match=r"^x_data, y_data: expected equally many rows of each, got \[60, 40, 60\]"):
@@ -442,7 +444,7 @@ def test_data_that_grow_resume_at_the_end_of_an_epoch(tmp_path, two_ranks_per_te
     within, end = checkpoint.list_paths()
     again = Model("LocalSGD")
     (report,) = again.epochs(5, 2, checkpoint=checkpoint, resume=end)
-    assert report.seen == 40 + ROWS and set(again.count_uses()) == {1.0, 2.0}
+    assert report.rows_seen == 40 + ROWS and set(again.count_uses()) == {1.0, 2.0}
     for options, path in (({}, within), ({"seed": 1}, within), ({"rows": 30}, end)):
         with pytest.raises(CheckpointError, match="the order of rows would be another"):
             next(Model("LocalSGD").epochs(5, 2, **options, resume=path))
@@ -454,4 +456,4 @@ def test_data_of_an_unfinished_epoch_must_not_change(two_ranks_per_test):
     for options in ({"rows": 40}, {"seed": 1}):
         with pytest.raises(ValueError, match=r"^x_data, seed: expected 60 rows and seed 0, since the last call"):
             next(model.epochs(5, 1, **options))
-    assert [report.seen for report in model.epochs(5, 1)] == [ROWS] and set(model.count_uses()) == {1.0}
+    assert [report.rows_seen for report in model.epochs(5, 1)] == [ROWS] and set(model.count_uses()) == {1.0}

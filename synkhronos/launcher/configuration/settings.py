@@ -42,11 +42,10 @@ def convert_to_settings_error(prefix: str = "") -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Settings:
-    """Checked settings of a run, which docs/launcher.rst describes."""
+    """Checked settings of a run; the table of docs/launcher.rst has the meaning of each."""
 
     #: Name under which Python imports the module with the model class, such as ``"models.mlp"``.
     modelfile: str
-    #: Name of the model class.
     modelclass: str
     #: Folder to which the module's name is relative; ranks put it first in `sys.path`.
     pythonpath: str
@@ -55,17 +54,12 @@ class Settings:
     #: Names of the machines with ranks, this one first, with optional numbers of ranks: ``"b:3"``.  Empty for one
     #: machine.
     hosts: tuple[str, ...] = ()
-    #: Name of the exchange rule's class.
     rule: str = "BSP"
-    #: Arguments of the exchange rule's class.
     rule_options: dict[str, Any] = field(default_factory=dict)
-    #: Path of the run's folder.
     folder: str = ""
     #: Number of epochs; None: the class's ``n_epochs``.
     epochs: int | None = None
-    #: Seed of each rank's random generators.
     seed: int = 0
-    #: Whether ranks are bound to cores.
     bind: bool = True
     #: Entries of the class's argument ``config``, without those that the run adds.
     config: dict[str, Any] = field(default_factory=dict)
@@ -75,25 +69,20 @@ class Settings:
     every: int = 40
     #: Number of epochs between two checkpoints; 0: no checkpoints.
     checkpoint: int = 0
-    #: Number of the newest checkpoints that are kept.
     keep: int = 3
     #: Seconds that ranks have to write a checkpoint after a scheduler's signal; 0: ranks are killed without one.
     grace: float = 30.0
-    #: Maximal number of starts from the newest checkpoint after a failure.
     restarts: int = 0
     #: ``"stop"``, or ``"continue"`` from a memory checkpoint, after the death of a process.
     on_death: str = "stop"
-    #: Number of deaths after which the run continues.
     max_deaths: int = 100
     #: Number of epochs without an improvement after which the run stops; None: no early stop.
     patience: int | None = None
     #: Metric whose best checkpoint is kept, and "min" or "max".
     keep_best: list[str] | None = None
-    #: Whether the class's ``scale_lr(size)`` is called.
     scale_lr: bool = False
     #: Whether ``shared_lr`` rises over epochs 1 to 5; None: depends on the rule and the class.
     warmup: bool | None = None
-    #: Whether a timeline is recorded.
     timeline: bool = False
     #: ``"latest"`` or the path of a checkpoint from which the run resumes; None: a new run.
     resume: str | None = None

@@ -31,12 +31,7 @@ def _compile_functions(model: Any, sync_type: str) -> None:
 
 
 def set_model_options(model: Any, options: Mapping[str, Any], rule: Rule, name: str) -> None:
-    """Set the options of a `synkhronos.launcher.Model`'s step.
-
-    The options override attributes of the class.  ``name`` is the name of the class in errors.  Raise
-    ModelInterfaceError if an option is wrong, the class is not a `Model`, or the rule does not exchange gradients in
-    their own precision.
-    """
+    """Set the options of a `Model`'s step; raise ModelInterfaceError if one of them, the class or the rule is wrong."""
     if not isinstance(model, Model):
         if options:
             raise ModelInterfaceError(f"model_options: {name} lacks:\n  the base class synkhronos.launcher.Model")

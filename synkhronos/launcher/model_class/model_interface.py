@@ -37,10 +37,7 @@ class ModelInterfaceError(TypeError):
 
 
 def check_interface(model: Any, name: str) -> None:
-    """Raise `ModelInterfaceError`, if a method or attribute of a class or its instance is missing or invalid.
-
-    For a class only methods are checked: its constructor and ``compile_iter_fns`` set the attributes.
-    """
+    """Raise `ModelInterfaceError` if a class lacks a method, or an instance a method or a valid attribute."""
     problems = _list_missing_methods(model) + ([] if isinstance(model, type) else _list_attribute_problems(model))
     if problems:
         raise ModelInterfaceError(f"{name}: missing or invalid:\n" + "\n".join(f"  {line}" for line in problems))

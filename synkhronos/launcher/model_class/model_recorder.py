@@ -158,11 +158,7 @@ class ModelRecorder:
         figure.savefig(folder / f"{safe}-rank-{self.rank}-{self._picture_counts[name]}.png")
 
     def save(self, *_: Any, **__: Any) -> None:
-        """Do nothing: the run does this itself.
-
-        It gathers and prints the validation, times epochs, writes lines at once, and removes later lines after a
-        resumption.
-        """
+        """Do nothing: the run gathers validation, times epochs, writes lines, and removes later ones itself."""
 
     gather_val_info = print_val_info = start_epoch = end_epoch = load = cut = show = save
 
@@ -174,11 +170,7 @@ class ModelRecorder:
             self._latest_validation = [count, *(means.get(name) for name in ("cost", "error", "top5"))]
 
     def begin_epoch(self, epoch: int, steps: int = 0, weighted_cost_sum: float = 0.0, weight_sum: float = 0.0) -> None:
-        """Begin an epoch, or continue it from a checkpoint, which ``steps`` steps of the epoch precede.
-
-        ``weighted_cost_sum`` is the sum of these steps' costs, each times its weight.  ``weight_sum`` is the sum
-        of the weights.
-        """
+        """Begin an epoch, or continue it after ``steps`` steps, with the sums of their weighted costs and weights."""
         self.epoch, self.epoch_began = epoch, time.perf_counter()
         rows = steps * self.rows_per_step
         self.meter.begin_interval(RankTotals(weighted_cost_sum, weight_sum, rows, steps, first_launch_rows=rows))

@@ -61,10 +61,7 @@ class SanityCheck:
         return not self._is_compared and len(self._step_hashes) == _N_COMPARED_STEPS
 
     def check_params_change(self, learning_rate: float, epoch_ended: bool) -> None:
-        """Raise IneffectiveTrainingError if no parameter has changed since before the first step.
-
-        The check is made after 50 steps, or at the end of an epoch after 2.  It is skipped at a learning rate of 0.
-        """
+        """Raise IneffectiveTrainingError if no parameter has changed in 50 steps, or 2 of an epoch, at a rate but 0."""
         if self._has_changed or self._n_steps < (2 if epoch_ended else _MAX_UNCHANGED_STEPS) or learning_rate == 0:
             return
         self._has_changed = hash_values(self._params) != self._initial_params_hash
@@ -75,10 +72,7 @@ class SanityCheck:
             )
 
     def compare_ranks(self, context: RankContext) -> None:
-        """Raise IneffectiveTrainingError if two ranks have computed equal first steps.  All ranks must call this.
-
-        Later calls do nothing.  Ranks without steps, and ranks whose steps have changed nothing, are not compared.
-        """
+        """Raise IneffectiveTrainingError, at the first call, if two ranks have taken equal steps.  A collective."""
         if self._is_compared:
             return
         self._is_compared = True

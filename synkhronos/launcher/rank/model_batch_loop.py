@@ -90,8 +90,7 @@ class ModelBatchLoop(BatchLoop):
             return
         self._check_step()
         self._periodic_exchange.update_steps_left()
-        self._periodic_exchange.count_steps(steps)
-        if self._periodic_exchange.is_due:
+        if self._periodic_exchange.count_steps(steps):
             # If the model has a ``weight``, the exchange weights this rank's parameters by the weight of the last cost.
             has_weight = getattr(self.model, "weight", None) is not None
             self._periodic_exchange.state.count_items = self.recorder.get_last_weight if has_weight else None

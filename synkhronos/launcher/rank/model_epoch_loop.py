@@ -131,12 +131,7 @@ class ModelEpochLoop(EpochLoop):
             sys.stdout.write(f"warm-up: shared_lr is {float(shared_lr.get_value()):.4g} from epoch {epoch + 1} on\n")
 
     def observe(self, report: Report) -> bool:
-        """Compare a report with the best one so far; return True if it is better.
-
-        ``keep_best`` names the metric; the default is the first metric of the validation.  Nothing is compared if
-        neither ``patience`` nor ``keep_best`` is set.  Raise ModelInterfaceError if the class does not report the
-        metric.
-        """
+        """Compare a report with the best one, if ``keep_best`` or ``patience`` is set; return True if it is better."""
         if self.settings.patience is None and self.settings.keep_best is None:
             return False
         metrics = report.metrics
@@ -259,7 +254,7 @@ class ModelEpochLoop(EpochLoop):
         values |= {f"validation {name}": value for name, value in report.validation.items()}
         line = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
         sys.stdout.write(
-            f"epoch {report.epoch} done: {line}; batch {report.batch}, {report.rows_per_second:,.0f} "
+            f"epoch {report.epoch} done: {line}; batch {report.rows_per_step}, {report.rows_per_second:,.0f} "
             f"{self.recorder.unit}/s\n"
         )
 

@@ -71,11 +71,7 @@ class LaunchedRank:
 def prepare_rank(
     context: RankContext, arguments: MasterArguments, devices: list[str], ranks_by_host: list[range]
 ) -> int:
-    """Redirect this rank's output to its own pipe, print its device and cores, and return its process ID.
-
-    Also enable ``import theano`` for the model class.  The master has done so for its forks, but ranks of other hosts
-    are not its forks.
-    """
+    """Redirect this rank's output to its own pipe, print its device and cores, and return its process ID."""
     import synkhronos.compat  # noqa: F401 - it enables ``import theano``
 
     sys.stdout.flush()
@@ -99,12 +95,7 @@ def prepare_rank(
 
 
 def build_model(context: RankContext, settings: Settings, rule: Rule) -> tuple[int, str]:
-    """Make, check and compile this rank's instance; return the size and dtype of the vector that ranks exchange.
-
-    All ranks get the parameters of rank 0.  The rank stores the instance for `train_model`.  Raise
-    ModelInterfaceError if the class or the instance lacks a method or an attribute, or the shapes of parameters differ
-    between ranks.
-    """
+    """Make, check and compile this rank's instance; return the size and dtype of the vector that ranks exchange."""
     model_class = import_model_class(settings.pythonpath, settings.modelfile, settings.modelclass)
     register_loaded_libraries()  # before the class compiles: all ranks compile at once
     check_interface(model_class, settings.modelclass)

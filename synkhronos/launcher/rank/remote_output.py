@@ -53,11 +53,7 @@ def start_output_forwarder(rank: int) -> RemoteRecorder:
 
 
 class RemoteRecorder:
-    """Recorder of a rank on another host; the supervisor writes the records into the run's folder.
-
-    ``stdout_fd`` is the file descriptor of a pipe, to which other processes may write at the same time.
-    ``forwarder`` is the process that forwards this rank's output.
-    """
+    """Recorder of a rank on another host: writes records to the supervisor's pipe, as others may do meanwhile."""
 
     def __init__(self, stdout_fd: int, forwarder: subprocess.Popen[bytes]):
         self._stdout_fd, self._forwarder = stdout_fd, forwarder

@@ -33,11 +33,7 @@ _PACKAGES = ("synkhronos", "numpy", "pytensor", "Theano", "jax", "Lasagne", "saf
 
 
 def create_and_lock_run_folder(settings: Settings, command: list[str]) -> IO[str]:
-    """Make and lock the folder of a run, and write settings and versions into it; return the open file with the lock.
-
-    The folder is locked until the file is closed.
-    Raise SettingsError if the folder can't be made or written, or is locked by another run.
-    """
+    """Make and lock a run's folder, and write settings and versions; return the open file that holds the lock."""
     folder = Path(settings.folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)

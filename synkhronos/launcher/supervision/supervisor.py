@@ -304,11 +304,7 @@ class Supervisor:
         return True
 
     def _remove_ranks_of_hosts(self, deaths: list[dict[str, Any]]) -> bool:
-        """Remove ranks that can't start from the settings; return False if the run can't continue.
-
-        A host with missing GPUs keeps ``ranks_left`` ranks.  A host that was lost, and then failed to start, is
-        removed.
-        """
+        """Remove the ranks of a lost host, or those without GPUs; return False if the run can't continue."""
         settings, n_left = self.settings, deaths[-1].get("ranks_left", 0)
         names = [host.partition(":")[0] for host in settings.hosts]
         lost_names = [death["host"] for death in deaths if "step" not in death and death["host"] in names[1:]]
@@ -372,10 +368,7 @@ class Supervisor:
     # -- the end ---------------------------------------------------------------------------------------------
 
     def _report_master_exit(self, code: int) -> dict[str, Any]:
-        """Print the cause of a failure or stop, and write it into the file of the failure if the master has not.
-
-        ``code`` is the master's return code.  Return the exit status, signal and checkpoint for ``run.json``.
-        """
+        """Report the master's return code and a failure's cause; return status and signal for ``run.json``."""
         assert self._master is not None
         exit_record: dict[str, Any] = {"status": code if code >= 0 else 128 - code}
         if self.signal_number and (code < 0 or not code and self.signal_number == signal.SIGINT):

@@ -20,7 +20,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -138,11 +138,9 @@ class Checkpoint:
         content = _serialize(arrays)
         header = {"format": _FORMAT_VERSION, "metrics": dict(metrics or {}), "meta": dict(meta)}
         files = {_STATE_FILE: content, _META_FILE: json.dumps(header).encode()}
-        files[_SUMS_FILE] = "".join(f"{_compute_digest(data)}  {name}\n" for name, data in files.items()).encode()
+        files[_SUMS_FILE] = "".join(f"{_format_sum(*file)}\n" for file in files.items()).encode()
         self.lock()
-        temporary = _make_temporary_path(self.folder)
-        os.mkdir(temporary)
-        try:
+        with _make_temporary_folder(self.folder) as temporary:
             _write_files(temporary, files)
             # Checkpoints of more rows are of an abandoned training: this one resumed from an earlier checkpoint.  They
             # are removed first: after a kill in between, none of them can be mistaken for a later one of this training.
@@ -153,10 +151,6 @@ class Checkpoint:
                 self._remove(Path(f"{path}{_OLD_SUFFIX}"))
                 os.rename(path, f"{path}{_OLD_SUFFIX}")
             os.rename(temporary, path)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        _sync_folder(self.folder)
         self._remove(Path(f"{path}{_OLD_SUFFIX}"))
         best = self.find_best()
         for older_path in self.list_paths()[: -self.keep]:
@@ -263,16 +257,23 @@ def copy_checkpoint(path: Path, folder: Path) -> Path:
     copy = folder / path.name
     if copy.exists():
         return copy
+    with _make_temporary_folder(folder) as temporary:
+        _write_files(temporary, {file.name: file.read_bytes() for file in path.iterdir()})
+        os.rename(temporary, copy)
+    return copy
+
+
+@contextlib.contextmanager
+def _make_temporary_folder(folder: Path) -> Iterator[Path]:
+    """Make a folder in another one, for a block that renames it, and then wait until the name is on the disk."""
     temporary = _make_temporary_path(folder)
     os.makedirs(temporary)
     try:
-        _write_files(temporary, {file.name: file.read_bytes() for file in path.iterdir()})
-        os.rename(temporary, copy)
+        yield temporary
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     _sync_folder(folder)
-    return copy
 
 
 def _make_temporary_path(folder: Path) -> Path:
@@ -332,7 +333,7 @@ def _read_and_verify(path: Path, *names: str) -> dict[str, bytes]:
         raise CheckpointError(f"{path}: expected a checkpoint that can be read: {error}") from error
     sums = contents.pop(_SUMS_FILE).decode(errors="replace").splitlines()
     for name, content in contents.items():
-        if f"{_compute_digest(content)}  {name}" not in sums:
+        if _format_sum(name, content) not in sums:
             raise CheckpointError(
                 f"{path} is damaged: {name} has another digest than {_SUMS_FILE} says; take an older one, "
                 f"resume='{path.parent}/rows-...'"
@@ -340,8 +341,8 @@ def _read_and_verify(path: Path, *names: str) -> dict[str, bytes]:
     return contents
 
 
-def _compute_digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+def _format_sum(name: str, content: bytes) -> str:
+    return f"{hashlib.sha256(content).hexdigest()}  {name}"
 
 
 def _serialize(arrays: Mapping[str, np.ndarray]) -> bytes:

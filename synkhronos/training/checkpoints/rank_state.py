@@ -68,10 +68,7 @@ def collect_state(context: RankContext, spec: RankStateSpec) -> dict[str, Any]:
 def pack_states(
     states_by_rank: Sequence[dict[str, Any]], memory: Mapping[str, np.ndarray], is_joint: bool
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Return the arrays of a checkpoint, by their names in it such as ``"0.params"``, and entries of its ``meta``.
-
-    ``states_by_rank`` has the result of `collect_state` on each rank, ``memory`` the shared memory of the rule.
-    """
+    """Return the arrays of a checkpoint by their names in it, such as ``"0.params"``, and entries of its ``meta``."""
     arrays = {f"shared.{name}": np.array(array) for name, array in memory.items()}
     for r, state in enumerate(states_by_rank):
         for key, value in state.items():
@@ -123,10 +120,7 @@ def restore_own_params(context: RankContext, name: str) -> None:
 
 
 def restore_state(context: RankContext, spec: RankStateSpec, path: str, root: int) -> None:
-    """Restore this rank from a checkpoint; the rule converts a checkpoint with another number of ranks.
-
-    Rank ``root`` reads the file and sends each rank its state: other hosts may not see the file.
-    """
+    """Restore this rank from a checkpoint, which rank ``root`` reads for all: other hosts may not see the file."""
     if context.number == root:
         content = read_checkpoint(path)
         states_by_rank = resize_states(_unpack_states(content, spec), spec, context.size)

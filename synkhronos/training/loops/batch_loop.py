@@ -73,19 +73,15 @@ class PeriodicExchange:
         self._steps_left = 1
 
     def update_steps_left(self) -> int:
-        """Store and return the rule's number of steps until the next exchange; `is_due` reads it."""
+        """Return the rule's number of steps until the next exchange, from which `count_steps` counts down."""
         self._steps_left = self.rule.count_steps_left(self.state)
         return self._steps_left
 
-    def count_steps(self, steps: int) -> None:
-        """Count ``steps`` steps."""
+    def count_steps(self, steps: int) -> bool:
+        """Count ``steps`` steps; return True if an exchange is due after them."""
         self.state.step += steps
         self.state.steps_since_exchange += steps
         self._steps_left -= steps
-
-    @property
-    def is_due(self) -> bool:
-        """Whether an exchange is due after the counted steps."""
         return self._steps_left <= 0
 
     def run(self) -> None:

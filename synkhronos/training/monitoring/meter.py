@@ -187,10 +187,7 @@ class Meter:
         return [self.totals, *(line.totals for line in self._lines)]
 
     def record_first_launch(self, steps: int, rows: int, seconds: float) -> None:
-        """Add a launch of ``steps`` steps of ``rows`` rows to the first launches if it is the first of its shape.
-
-        ``seconds`` is its duration without waiting.
-        """
+        """Count a launch of ``steps`` steps of ``rows`` rows, in ``seconds`` without waiting, if its shape is new."""
         if (steps, rows) not in self._launch_shapes:
             self._launch_shapes.add((steps, rows))
             for totals in self._list_totals():

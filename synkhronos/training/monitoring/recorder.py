@@ -86,10 +86,7 @@ class Recorder:
 
 
 def filter_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
-    """Keep only some lines of a file; ``is_kept`` takes a line's record, which is empty for an incomplete line.
-
-    The new file replaces the old one in one step, so that a killed process leaves the old or the new file.
-    """
+    """Keep the lines whose records ``is_kept``; a killed process leaves the old file or the new one."""
     lines = [line for line in path.read_text().splitlines() if is_kept(_parse_line(line))]
     temporary = path.with_suffix(".cut")
     temporary.write_text("".join(line + "\n" for line in lines))
@@ -140,11 +137,7 @@ class TensorBoard:
 
 
 def read_records(folder: str | os.PathLike[str]) -> dict[str, list[dict[str, Any]]]:
-    """Return the records in a recorder's folder by file: ``rank-0`` and so on, and ``reports``.
-
-    Lines that a killed process left incomplete are skipped.  FileNotFoundError is raised if the folder has no such
-    file.
-    """
+    """Return the complete records in a recorder's folder by file: ``rank-0`` and so on, and ``reports``."""
     folder = Path(folder)
     paths = sorted(folder.glob(RANK_FILE_TEMPLATE.format("*"))) + [folder / REPORT_FILE]
     files = {path.stem: path for path in paths if path.exists()}

@@ -23,7 +23,7 @@ class Report:
     ----------
     epoch : float
         Number of epochs trained so far.
-    seen : int
+    rows_seen : int
         Number of rows trained on so far.
     steps : int
         Number of steps since the last report, summed over ranks.  Under BSP on gradients all ranks take a step
@@ -41,7 +41,7 @@ class Report:
         Rows of all ranks per second since the last report, without launches that may have compiled functions.
     seconds : dict of str to float
         Mean time of a rank by activity: compute, exchange, wait, load.
-    batch : str
+    rows_per_step : str
         Rows of a step: ranks times rows per rank, such as ``"4 x 100 = 400"``.
     deaths : list of dict
         Deaths of workers since the last report after which the training continued: ``rank``, ``host``, ``cause``,
@@ -49,14 +49,14 @@ class Report:
     """
 
     epoch: float
-    seen: int
+    rows_seen: int
     steps: int
     loss: float
     validation: dict[str, float]
     learning_rate: float
     rows_per_second: float
     seconds: dict[str, float]
-    batch: str
+    rows_per_step: str
     deaths: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -66,37 +66,37 @@ class Report:
 
     def to_record(self) -> dict[str, Any]:
         """Return the attributes as a dict, for a recorder; without ``deaths`` if there were none."""
-        return {name: value for name, value in vars(self).items() if value or name != "deaths"}
+        names = {"rows_seen": "seen", "rows_per_step": "batch"}  # in records of all versions
+        return {names.get(name, name): value for name, value in vars(self).items() if value or name != "deaths"}
 
     def __str__(self) -> str:
         valid = "".join(f", {name} {value:.4g}" for name, value in self.validation.items())
         total = sum(self.seconds.values()) or 1.0
         shares = " ".join(f"{name} {value / total:.0%}" for name, value in self.seconds.items() if value)
         return (
-            f"epoch {self.epoch:g}: loss {self.loss:.4g}{valid}; batch {self.batch}, "
+            f"epoch {self.epoch:g}: loss {self.loss:.4g}{valid}; batch {self.rows_per_step}, "
             f"learning rate {self.learning_rate:.3g}, {self.rows_per_second:,.0f} rows/s ({shares})"
             + "".join(f"; {describe_rank(death['rank'], death['host'])} {death['cause']}" for death in self.deaths)
         )
 
 
 def make_report(
-    totals: Sequence[RankTotals], epoch: float, n_rows_seen: int, batch_description: str, elapsed: float | None = None
+    totals: Sequence[RankTotals], epoch: float, n_rows_seen: int, rows_per_step: str, elapsed: float | None = None
 ) -> Report:
     """Make the report of an interval from the ranks' totals.  For joint steps ``totals`` has the master's totals only.
 
-    ``batch_description`` is the report's ``batch``.  ``elapsed`` is the duration of the interval in seconds; default:
-    the sum of the ranks' mean time by activity.
+    ``elapsed`` is the duration of the interval in seconds; default: the sum of the ranks' mean time by activity.
     """
     total = add_totals(totals)
     mean_total = replace(total, first_launch_seconds=total.first_launch_seconds / len(totals))
     return Report(
         epoch=epoch,
-        seen=n_rows_seen,
+        rows_seen=n_rows_seen,
         steps=total.steps,
         loss=total.compute_loss(),
         validation={},
         learning_rate=total.learning_rate,
         rows_per_second=mean_total.compute_rows_per_second(sum(total.seconds.values()) if elapsed is None else elapsed),
         seconds=total.seconds,
-        batch=batch_description,
+        rows_per_step=rows_per_step,
     )

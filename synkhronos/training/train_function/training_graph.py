@@ -127,10 +127,7 @@ class TrainingGraph:
         batch_s: Any,
         names: tuple[str, str] = ("batch", "batch_s"),
     ) -> list[Any]:
-        """Return an array or Data object per variable, from the data of a call; none if they are in shared variables.
-
-        ``names`` are those of ``batch`` and ``batch_s`` in errors.
-        """
+        """Return an array or Data object per variable, none for data in shared variables; ``names`` are for errors."""
         if self.sliceable:
             if x_data is not None or y_data is not None or batch is not None:
                 raise TypeError(f"the data are in sliceable_shareds: expected {names[1]} alone to say which rows")

@@ -125,10 +125,7 @@ class EpochData:
         self._ordered_epoch = -1
 
     def make_source(self, epoch: int, start: int, is_joint: bool) -> RowSource:
-        """Prepare an epoch's rows from position ``start`` on, for joint steps or each rank's own; return their source.
-
-        Shuffles the order of rows at the start of an epoch, and redistributes rows after the loss of a rank.
-        """
+        """Return the source of an epoch's rows from position ``start`` on, after a shuffle or a redistribution."""
         if self.loader is not None:
             size = ranks.get_session().size
             rows_per_step, n_consumers = (self.batch_size * size, 1) if is_joint else (self.batch_size, size)

@@ -34,11 +34,7 @@ class LaunchBatches(NamedTuple):
 
 
 class LaunchLoop(BatchLoop):
-    """Base class of loops over the rows of a `RowSource`.
-
-    Only a process with ``is_master`` may show the progress bar.  ``rate`` is the present value of the learning
-    rate's variable; NaN if it is unknown.
-    """
+    """Base class of loops over the rows of a `RowSource`; ``rate`` is the present learning rate, NaN if unknown."""
 
     on_poll: Callable[[], None] | None = None  # called repeatedly while this rank waits for a loader
 

@@ -172,8 +172,7 @@ class LocalStepLoop(LaunchLoop):
 
     def exchange_if_due(self, steps: int) -> None:
         """Count ``steps`` steps, and exchange if an exchange is due."""
-        self.periodic_exchange.count_steps(steps)
-        if not self.periodic_exchange.is_due:
+        if not self.periodic_exchange.count_steps(steps):
             return
         # Launched steps are finished if the exchange waits for them: other ranks may need the memory of their rows.
         if isinstance(self.source, LoaderRows) or self.rule.asynchronous and self.state.steps_since_exchange > 1:

@@ -310,7 +310,7 @@ class TrainerEpochLoop(EpochLoop):
         """Move to the next interval, and pass the report to the recorders; raise FloatingPointError for NaN."""
         if not all(map(math.isfinite, [report.loss, *report.validation.values()])):
             raise FloatingPointError(
-                f"the loss is {report.loss} after {report.seen:,} rows, validation {report.validation}: "
+                f"the loss is {report.loss} after {report.rows_seen:,} rows, validation {report.validation}: "
                 f"{self._explain_nonfinite(report)}; nothing was saved since"
             )
         position, is_epoch_over = self.position, self.interval_stop == self.data.n_epoch_rows
@@ -344,7 +344,7 @@ class TrainerEpochLoop(EpochLoop):
 
     def save(self, report: Report) -> None:
         """Write a checkpoint after a report."""
-        self._save(report.seen)
+        self._save(report.rows_seen)
 
     def _save(self, seen: int) -> None:
         checkpoint, model = self.checkpoint, self.model

@@ -116,10 +116,7 @@ def _add_velocity(
     add_velocity: Callable[[Any, Any, Any, Any], NewValues],
     name: str = "velocity",
 ) -> Updates:
-    """Add a velocity to the steps of `updates`: ``add_velocity(p, target, v, m)`` returns the new values of both.
-
-    ``target`` is the new value of the parameter in `updates`.
-    """
+    """Add velocities: ``add_velocity(p, target, v, m)`` returns new values of p and v from the new p in `updates`."""
     if isinstance(updates, tuple) and len(updates) == 3:
         grad_updates, param_updates, grad_shared = updates
         changed = _add_velocity(param_updates, params, momentum, add_velocity, name)

@@ -305,7 +305,7 @@ def parts_trainer(counts: str) -> None:
                 before = synk.bytes_sent()
                 keep = {"valid": (x, y), "every": 3, "checkpoint": Checkpoint(folder, keep=9)}
                 reports = list(model.trainer.epochs(x, y, 3, 2, **keep))
-                assert [report.seen for report in reports] == [36, 48, 84, 96]
+                assert [report.rows_seen for report in reports] == [36, 48, 84, 96]
                 used = np.asarray(synk.gather(model.counts, nd_up=1))[:, :length]
                 for rows, host_ranks in zip(host_rows, ranks_by_host, strict=True):  # of this host only
                     assert used[host_ranks].sum() == 2 * 12 * len(host_ranks) == used[host_ranks][:, rows].sum(), (
@@ -672,7 +672,7 @@ def survive(name: str, seed: str, source: str = "arrays") -> None:
     deaths = [death for report in reports for death in report.deaths]
     assert deaths and all("SIGKILL" in death["cause"] for death in deaths), deaths
     assert name != "LocalSGD" or any("mpirun, which connects the hosts" in death["cause"] for death in deaths), deaths
-    assert ranks.get_session().size == n and [r.seen for r in reports] == [r.seen for r in expected_reports]
+    assert ranks.get_session().size == n and [r.rows_seen for r in reports] == [r.rows_seen for r in expected_reports]
     # The agents stay after the death of a worker.
     assert (ranks.get_session()._group.link._mpirun.pid == mpirun_pid) == (name != "LocalSGD")
     if name in SYNCHRONOUS:
@@ -713,7 +713,7 @@ def survive_host(name: str, fault: str, source: str = "arrays") -> None:
                     stack.enter_context(mock.patch.object(mpirun, "find_lost_hosts", return_value=[1, 2]))
                 assert simulated.send_request({"operation": "kill", "host": host}) == 0
         left, deaths = ranks.get_session().size, reports[1].deaths
-        assert left == n - int(count) and [r.seen for r in reports] == [60, 120, 180], (left, deaths)
+        assert left == n - int(count) and [r.rows_seen for r in reports] == [60, 120, 180], (left, deaths)
         assert [(death["rank"], death["host"]) for death in deaths[-1:]] == [(left, host)], deaths
         cause = "could not start: the hosts" if is_ambiguous else "was lost"
         assert len(deaths) == (3 if is_ambiguous else 1) and cause in deaths[-1]["cause"], deaths
@@ -771,7 +771,7 @@ def survive_parts(name: str, step: str) -> None:
     for order in orders:
         assert len(set(order)) == len(order) > len(Y) - batch_size * n
     epochs = [order for order, report in zip(orders, reports, strict=True) if report.epoch % 1 == 0]
-    assert reports[-1].seen == sum(map(len, epochs))
+    assert reports[-1].rows_seen == sum(map(len, epochs))
     if steps:
         np.testing.assert_array_equal(np.concatenate(steps), np.concatenate(epochs))
         x, y, w, b = tensor.dmatrix("x"), tensor.dvector("y"), shared(np.zeros(4), "w"), shared(np.zeros(1), "b")
