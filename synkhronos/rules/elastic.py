@@ -76,10 +76,6 @@ class EASGD(CentreRule):
         self.alpha = None if alpha is None else check_fraction(alpha, "alpha")
         self.asynchronous = check_flag(asynchronous, "asynchronous")
 
-    def _compute_alpha(self, n_ranks: int) -> float:
-        """Compute α for a number of ranks."""
-        return self.beta / n_ranks if self.alpha is None else self.alpha
-
     def setup(self, context: RankContext, state: State) -> None:
         """Set the centre to the parameters."""
         if not self.asynchronous:
@@ -88,7 +84,7 @@ class EASGD(CentreRule):
 
     def exchange(self, context: RankContext, state: State) -> int | None:
         """Exchange with the centre; return the number of earlier exchanges, or None if synchronous."""
-        alpha = self._compute_alpha(context.size)
+        alpha = self.beta / context.size if self.alpha is None else self.alpha
         if not self.asynchronous:
             distance = alpha * (self._get_exchanged_vector(state) - state.own["centre"])
             state.vector = state.vector - distance

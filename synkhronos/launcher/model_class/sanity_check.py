@@ -49,15 +49,11 @@ class SanityCheck:
         self._n_steps = 0
         self._has_changed = self._is_compared = False
 
-    def record_step(self) -> None:
-        """Record a step of this rank.  Call this before the exchange, which makes ranks equal."""
+    def record_step(self) -> bool:
+        """Record a step before the exchange, which makes ranks equal; return True if they should be compared now."""
         self._n_steps += 1
         if len(self._step_hashes) < _N_COMPARED_STEPS:
             self._step_hashes.append(hash_values(self._step_values))
-
-    @property
-    def is_comparison_due(self) -> bool:
-        """Whether synchronous ranks should call `compare_ranks` now."""
         return not self._is_compared and len(self._step_hashes) == _N_COMPARED_STEPS
 
     def check_params_change(self, learning_rate: float, epoch_ended: bool) -> None:

@@ -100,8 +100,7 @@ class ModelBatchLoop(BatchLoop):
 
     def _check_step(self) -> None:
         """Check that steps change parameters, and, unless the rule is asynchronous, that ranks take different ones."""
-        self.sanity_check.record_step()
-        if self.sanity_check.is_comparison_due and not self.rule.asynchronous:
+        if self.sanity_check.record_step() and not self.rule.asynchronous:
             self.sanity_check.compare_ranks(self.context)
         self.sanity_check.check_params_change(self.recorder.learning_rate, epoch_ended=False)
 

@@ -70,9 +70,7 @@ class ModelState:
         self.n_complete_epochs = 0
         self.position: dict[str, Any] = {"batch": 0}
         self.early_stopping = EarlyStopping()
-        context.get_storage(STORAGE_KEY)["state"] = State(
-            variables.exchanged, variables.whole_optimizer, rule_arrays, variables.n_averages
-        )
+        context.get_storage(STORAGE_KEY)["state"] = self._spec.make_state()
 
     @property
     def rule_state(self) -> State:
