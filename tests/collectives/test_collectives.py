@@ -74,6 +74,13 @@ def set_values(s, values):
         synk.set_value(r, s, value)
 
 
+def make_on_ranks(values):
+    """Return a shared variable with a value on each rank."""
+    s = get_variable(values[0].dtype, values[0].ndim)
+    set_values(s, values)
+    return s
+
+
 def get_values(s, n):
     """Return the value of `s` on each rank."""
     return [synk.get_value(r, s) for r in range(n)]
@@ -296,36 +303,22 @@ def test_collectives_use_the_masters_variable_itself(n, master):
 
 
 @given(st.data())
-@limit_examples(15)
-def test_gather_stacks_by_default(n, draw):
-    values = draw.draw(draw_rank_values(n))
-    s = get_variable(values[0].dtype, values[0].ndim)
-    set_values(s, values)
-    assert_same(synk.gather(s), np.stack(values))
-    assert_values(s, values)
-
-
-@given(st.data())
-@limit_examples(15)
-def test_gather_with_nd_up_0_concatenates(n, draw):
-    values = draw.draw(draw_rank_values(n, same_shape=False, min_dims=1))
-    s = get_variable(values[0].dtype, values[0].ndim)
-    set_values(s, values)
-    assert_same(synk.gather(s, nd_up=0), np.concatenate(values))
-
-
-@given(st.data())
-@limit_examples(15)
-def test_gather_of_different_shapes_returns_a_list(n, draw):
-    values = draw.draw(draw_rank_values(n, same_shape=False, min_dims=1))
-    s = get_variable(values[0].dtype, values[0].ndim)
-    set_values(s, values)
-    gathered = synk.gather(s, nd_up=1)
+@limit_examples(20)
+def test_gather_stacks_or_concatenates(n, draw):
+    values = draw.draw(draw_rank_values(n) | draw_rank_values(n, same_shape=False, min_dims=1))
+    s = make_on_ranks(values)
+    gathered = synk.gather(s)
     if len({value.shape for value in values}) == 1:
-        gathered = list(gathered)
-    assert isinstance(gathered, list)
-    for actual, expected in zip(gathered, values, strict=True):
-        assert_same(actual, expected)
+        assert_same(gathered, np.stack(values))
+    else:
+        assert isinstance(gathered, list)
+        for actual, expected in zip(gathered, values, strict=True):
+            assert_same(actual, expected)
+    if values[0].ndim:
+        assert_same(synk.gather(s, nd_up=0), np.concatenate(values))
+        assert synk.get_lengths(s) == [len(value) for value in values]
+    assert synk.get_shapes(s) == [value.shape for value in values]
+    assert_values(s, values)
 
 
 def test_gather_stacks_scalars_but_cannot_concatenate_them(n):
@@ -363,10 +356,18 @@ def test_gather_accepts_lists(n):
 @limit_examples(15)
 def test_all_gather_concatenates_on_every_rank(n, draw):
     values = draw.draw(draw_rank_values(n, same_shape=False, min_dims=1))
-    s = get_variable(values[0].dtype, values[0].ndim)
-    set_values(s, values)
+    s = make_on_ranks(values)
     synk.all_gather(s)
     assert_values(s, [np.concatenate(values)] * n)
+
+
+def test_all_gather_accepts_lists(n):
+    a, b = get_variable("int8", 1), get_variable("float64", 2)
+    set_values(a, [np.full(r, r, "int8") for r in range(n)])
+    set_values(b, [np.full((1, 2), float(r)) for r in range(n)])
+    synk.all_gather([a, b])
+    assert_values(a, [np.repeat(np.arange(n), np.arange(n)).astype("int8")] * n)
+    assert_values(b, [np.repeat(np.arange(float(n)), 2).reshape(n, 2)] * n)
 
 
 # -- reduce_scatter ------------------------------------------------------------------------------------------
@@ -377,8 +378,7 @@ def test_all_gather_concatenates_on_every_rank(n, draw):
 def test_reduce_scatter_splits_the_all_reduce_result(n, draw):
     op = draw.draw(st.sampled_from(list(UFUNCS)))
     values = draw.draw(draw_rank_values(n, list_reducible_dtypes(op), min_dims=1))
-    s = get_variable(values[0].dtype, values[0].ndim)
-    set_values(s, values)
+    s = make_on_ranks(values)
     synk.reduce_scatter(s, op)
     whole = reduce_in_order(values, op)
     assert_values(s, [whole[get_share(len(whole), n, r)] for r in range(n)])
@@ -401,38 +401,19 @@ def test_reduce_scatter_of_several_chunks_equals_numpy(n, n_rows):
 
 @given(st.data())
 @limit_examples(25)
-def test_reduce_in_place_changes_only_the_master(n, master, draw):
+def test_reductions_equal_numpy(n, master, draw):
     op = draw.draw(st.sampled_from(list(UFUNCS)))
     values = draw.draw(draw_rank_values(n, list_reducible_dtypes(op)))
-    s = get_variable(values[0].dtype, values[0].ndim)
-    set_values(s, values)
+    s, reduced = make_on_ranks(values), reduce_in_order(values, op)
+    assert_same(synk.reduce(s, op, in_place=False), reduced)
+    assert_values(s, values)
     assert synk.reduce(s, op) is None
-    values[master] = reduce_in_order(values, op)
-    assert_values(s, values)
-
-
-@given(st.data())
-@limit_examples(25)
-def test_reduce_out_of_place_changes_nothing(n, draw):
-    op = draw.draw(st.sampled_from(list(UFUNCS)))
-    values = draw.draw(draw_rank_values(n, list_reducible_dtypes(op)))
-    s = get_variable(values[0].dtype, values[0].ndim)
-    set_values(s, values)
-    assert_same(synk.reduce(s, op, in_place=False), reduce_in_order(values, op))
-    assert_values(s, values)
-
-
-@given(st.data())
-@limit_examples(25)
-def test_all_reduce_is_bitwise_equal_on_all_ranks(n, draw):
-    op = draw.draw(st.sampled_from(list(UFUNCS)))
-    values = draw.draw(draw_rank_values(n, list_reducible_dtypes(op)))
-    s = get_variable(values[0].dtype, values[0].ndim)
+    assert_values(s, [reduced if r == master else value for r, value in enumerate(values)])
     set_values(s, values)
     synk.all_reduce(s, op)
     after = get_values(s, n)
     for value in after:
-        assert_same(value, reduce_in_order(values, op))
+        assert_same(value, reduced)
     assert len({value.tobytes() for value in after}) == 1
 
 
@@ -463,16 +444,6 @@ def test_reductions_accept_lists(n):
 
 
 # -- get_lengths and get_shapes ------------------------------------------------------------------------------
-
-
-@given(st.data())
-@limit_examples(15)
-def test_get_lengths_and_get_shapes_describe_all_ranks(n, draw):
-    values = draw.draw(draw_rank_values(n, same_shape=False, min_dims=1))
-    s = get_variable(values[0].dtype, values[0].ndim)
-    set_values(s, values)
-    assert synk.get_shapes(s) == [value.shape for value in values]
-    assert synk.get_lengths(s) == [len(value) for value in values]
 
 
 def test_get_lengths_and_get_shapes_accept_lists(n):
@@ -571,40 +542,28 @@ def test_collectives_accept_lists_longer_than_the_mailbox(n):
 # -- arrays that are not contiguous in their containers ------------------------------------------------------
 
 
-@pytest.fixture
-def transposed_variable(n):
-    """Yield a shared variable whose array is a transposed view on every rank, and the ranks' values."""
+def test_collectives_accept_transposed_arrays(n, master):
+    """The variable's array is a transposed view on every rank."""
     s = get_variable(ndim=2)
-    values = [np.arange(6.0).reshape(2, 3) + 10 * r for r in range(n)]
-    set_values(s, values)
-    f = synk.function([], [], updates=[(s, s.T)])
-    f()
-    return s, [value.T for value in values]
+    transpose = synk.function([], [], updates=[(s, s.T)])
+    values = [np.arange(6.0).reshape(2, 3).T + 10 * r for r in range(n)]
 
+    def set_transposed():
+        set_values(s, [value.T for value in values])
+        transpose()
 
-def test_gather_reads_transposed_arrays(n, transposed_variable):
-    s, values = transposed_variable
+    set_transposed()
     assert_same(synk.gather(s), np.stack(values))
     assert_values(s, values)
-
-
-@pytest.mark.parametrize("op", UFUNCS)
-def test_all_reduce_accepts_transposed_arrays(n, master, transposed_variable, op):
-    s, values = transposed_variable
-    assert_same(synk.reduce(s, op, in_place=False), reduce_in_order(values, op))
-    synk.all_reduce(s, op)
-    assert_values(s, [reduce_in_order(values, op)] * n)
-
-
-def test_reduce_in_place_accepts_transposed_arrays(n, master, transposed_variable):
-    s, values = transposed_variable
+    for op in UFUNCS:
+        reduced = reduce_in_order(values, op)
+        assert_same(synk.reduce(s, op, in_place=False), reduced)
+        synk.all_reduce(s, op)
+        assert_values(s, [reduced] * n)
+        set_transposed()
     synk.reduce(s, "sum")
-    values[master] = reduce_in_order(values, "sum")
-    assert_values(s, values)
-
-
-def test_broadcast_reads_transposed_arrays(n, master, transposed_variable):
-    s, values = transposed_variable
+    assert_values(s, [reduce_in_order(values, "sum") if r == master else value for r, value in enumerate(values)])
+    set_transposed()
     synk.broadcast(s)
     assert_values(s, [values[master]] * n)
 

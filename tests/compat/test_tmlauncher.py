@@ -25,6 +25,10 @@ FILES = {
         "rule": "BSP", "rule_options": {"average": "params", "precision": "float16"},
     },
     "RULE=BSP\nBSP_SYNC_TYPE=swap": {"rule": "Swap"},
+    "RULE=BSP\nSYNC_TYPE=swap\nEXCH_STRATEGY=ar": {"rule": "Swap"},
+    "SYNC_TYPE=cdd\nRULE=BSP\nEXCH_STRATEGY=nccl16": {
+        "rule": "BSP", "rule_options": {"average": "gradient", "precision": "float16"},
+    },
     "RULE=EASGD\nBSP_SYNC_TYPE=avg": {"rule": "EASGD"},
     "SIZE=3": {"ranks": 3},
     "SIZE=3\nDEVICES=cpu,cpu": {"devices": "cpu,cpu"},

@@ -127,7 +127,8 @@ def make_model():
     return x, y, w, ((tensor.dot(x, w) - y) ** 2).mean()
 
 
-def test_training_step_runs_on_a_toy_device(toy, two_ranks_per_test):
+def train_on_two_ranks():
+    """Check steps of a training function against a serial one; return its parameter, and the parameter's value."""
     x, y, w, loss = make_model()
     train = make_train_function(loss, [w], x, y, adam, learning_rate=0.1)
     x, y, alone, loss = make_model()
@@ -135,7 +136,12 @@ def test_training_step_runs_on_a_toy_device(toy, two_ranks_per_test):
     for batch, num_slices in [(None, 1), ([3, 1, 6], 1), (None, 3)]:
         value = train(X, X[:, 0], batch=batch, num_slices=num_slices)
         np.testing.assert_allclose(value, train_alone(X, X[:, 0], batch=batch))
-        np.testing.assert_allclose(gather_on_device(w), [alone.get_value()] * 2)
+    return w, alone.get_value()
+
+
+def test_training_step_runs_on_a_toy_device(toy, two_ranks_per_test):
+    w, expected = train_on_two_ranks()
+    np.testing.assert_allclose(gather_on_device(w), [expected] * 2)
     assert toy.owns(get_array(w))
 
 
@@ -186,18 +192,11 @@ def test_device_is_used_only_by_name(toy, fork, monkeypatch):
 
 
 def test_island_device_has_its_own_memory_and_collectives(island, two_ranks_per_test):
-    x, y, w, loss = make_model()
-    train = make_train_function(loss, [w], x, y, adam, learning_rate=0.1)
-    x, y, alone, loss = make_model()
-    train_alone = make_train_function_serial(loss, [alone], x, y, adam, learning_rate=0.1)
     counts = sys.modules["synkhronos.devices.island"].counts
     before = counts["collectives"]
-    for batch, num_slices in [(None, 1), ([3, 1, 6], 1), (None, 3)]:
-        np.testing.assert_allclose(
-            train(X, X[:, 0], batch=batch, num_slices=num_slices), train_alone(X, X[:, 0], batch=batch)
-        )
+    w, expected_value = train_on_two_ranks()
     assert island.owns(get_array(w)) and counts["collectives"] == before + 3
-    np.testing.assert_allclose(island.to_numpy(synk.gather(w, nd_up=1)), [alone.get_value()] * 2)
+    np.testing.assert_allclose(island.to_numpy(synk.gather(w, nd_up=1)), [expected_value] * 2)
     for op, expected in [("sum", 2), ("avg", 1), ("max", 1)]:
         synk.broadcast(w, np.ones(3))
         synk.all_reduce(w, op)

@@ -106,9 +106,6 @@ FILES = {
     "no setting": ("a.toml", "rules = 'BSP'"),
     "no KEY=VALUE": ("a.cfg", "RULE=BSP\nDEVICES"),
     "no key": ("a.cfg", "COLOUR=red"),
-    "a quotation mark": ("a.cfg", "RULE='BSP"),
-    "a way to exchange": ("a.cfg", "SYNC_TYPE=max"),
-    "a strategy": ("a.cfg", "EXCH_STRATEGY=pigeon"),
 }
 
 #: Classes that miss a part, and the message of `check`.
@@ -393,22 +390,6 @@ def test_session_files_are_utf_8_in_any_locale(tmp_path, name, key):
         assert read_session_file(tmp_path / name) == {"rule": "\xfc"}
     finally:
         locale.setlocale(locale.LC_CTYPE, before)
-
-
-def test_theano_mpi_session_files_are_read(tmp_path):
-    (tmp_path / "session.cfg").write_text(
-        "# a comment\nRULE=EASGD\nMODELFILE = 'models.mlp'\nMODELCLASS=MLP # this one\n\nDEVICES=cuda0,cuda1\nBIND=true\n"
-    )
-    assert read_session_file(tmp_path / "session.cfg") == {
-        "rule": "EASGD", "modelfile": "models.mlp", "modelclass": "MLP", "devices": "cuda0,cuda1", "bind": "true",
-    }  # fmt: skip
-    (tmp_path / "session.cfg").write_text("RULE=BSP\nSYNC_TYPE=swap\nEXCH_STRATEGY=ar\n")
-    assert read_session_file(tmp_path / "session.cfg") == {"rule": "Swap"}
-    (tmp_path / "session.cfg").write_text("SYNC_TYPE=cdd\nRULE=BSP\nEXCH_STRATEGY=nccl16\n")
-    assert read_session_file(tmp_path / "session.cfg") == {
-        "rule": "BSP",
-        "rule_options": {"average": "gradient", "precision": "float16"},
-    }
 
 
 def test_device_names_of_gpus(monkeypatch):

@@ -270,14 +270,6 @@ def test_loader_iterator_ends_when_closed(load, rows):
         next(batches)
 
 
-def test_loader_accepts_a_rank_without_rows(load):
-    loader = load(Numbers(3), processes=2)
-    for _ in range(2):
-        assert check_and_read_labels(loader.arrays(0, 4, rank=0, size=2)) == [make_order(3, 0, 0).tolist()]
-        assert check_and_read_labels(loader.arrays(0, 4, rank=1, size=2)) == []
-        time.sleep(0.5)  # the loaders have found no rows
-
-
 # -- their lives ----------------------------------------------------------------------------------------------
 
 
