@@ -170,13 +170,6 @@ def test_gather_concatenates_in_rank_order(fork, master):
     np.testing.assert_array_equal(f(np.arange(1.0) + 4)[1], [4])
 
 
-def test_avg_weighs_ranks_equally_and_mean_by_rows(two_ranks_per_test):
-    x = T.dvector("x")
-    f = synk.function([x], [x.mean(), (x.mean(), "mean")])
-    average, mean = f(np.array([0.0, 0.0, 9.0]))
-    assert (average, mean) == (4.5, 3.0)
-
-
 def test_elementwise_ops_refuse_shapes_that_differ_between_ranks(fork):
     fork(3)
     x = T.dmatrix("x")

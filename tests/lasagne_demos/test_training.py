@@ -97,26 +97,6 @@ def test_mnist_models_on_two_ranks_equal_one_process(two_ranks, trainer, model):
     np.testing.assert_allclose(together.test(), alone.test(), rtol=1e-4)
 
 
-@pytest.mark.parametrize("rule", common.LEARNING_RATES)
-def test_mnist_with_each_update_rule_equals_one_process(two_ranks, rule):
-    options = make_mnist_options("custom_mlp:1,16", rule)
-    networks, together, alone = make_mnist_pair(GpuDataTrainer, options)
-    for batch in together.make_batches(np.random.default_rng(3)):
-        together.train([batch])
-        alone.train([compute_whole_rows(batch)])
-    # Rules that divide by the gradient's size turn rounding errors of tiny gradients into larger ones.
-    assert_all_ranks_hold(networks[0].params, get_values(networks[1].params), tolerance=1e-3)
-
-
-def test_dropout_masks_differ_between_ranks(two_ranks):
-    # The reason why the tests above leave dropout out.
-    network = build_mnist("custom_mlp:0,1,0.5,0")
-    f = synk.function([network.x, network.y], (network.loss, "gather"))
-    image, label = np.ones((1, 1, 28, 28), "float32"), np.zeros(1, "int32")
-    losses = f(image.repeat(2, axis=0), label.repeat(2))
-    assert len(losses) == 2 and losses[0] != losses[1]
-
-
 # -- residual networks -----------------------------------------------------------------------------------
 
 
