@@ -58,9 +58,9 @@ def make_parser(scripts):
     return parser
 
 
-def make_mnist_options(model, rule="nesterov_momentum"):
+def make_mnist_options(model):
     # The second batch has an odd number of images, which does not split evenly.
-    words = f"{model} --no-dropout --synthetic {N_IMAGES} --batch-size {BATCH_SIZE} --rule {rule} --slices 2".split()
+    words = f"{model} --no-dropout --synthetic {N_IMAGES} --batch-size {BATCH_SIZE} --rule nesterov_momentum --slices 2".split()
     return digits.parse_options(make_parser(digits), words)
 
 
