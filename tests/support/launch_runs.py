@@ -114,6 +114,7 @@ def _run_master(arguments, environment, output):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _set_process_state(output, output, environment)
+    sys.argv[1:] = arguments
     atexit._clear()
     try:
         sys.exit(master_process.main(arguments[0], master_process.MasterArguments.from_json(arguments[1])))
