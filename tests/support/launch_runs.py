@@ -117,7 +117,7 @@ def _run_master(arguments, environment, output):
     sys.argv[1:] = arguments
     atexit._clear()
     try:
-        sys.exit(master_process.main(arguments[0], master_process.MasterArguments.from_json(arguments[1])))
+        sys.exit(master_process.main(arguments[0], master_process.MasterArguments(**json.loads(arguments[1]))))
     finally:
         atexit._run_exitfuncs()
 
