@@ -5,3 +5,16 @@ both.  It prints a table, and PASS or FAIL for each criterion.  The exit status 
 is no error.  Modules that begin with ``gpu_`` need GPUs.  Benchmarks run with PyTensor where it is installed, else with
 Theano.
 """
+
+from __future__ import annotations
+
+import argparse
+
+
+def make_parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    """Return a parser of a benchmark's options, which prints the benchmark's docstring as it is."""
+    return argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )

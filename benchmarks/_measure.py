@@ -6,7 +6,6 @@ run in commands of their own (`run_command`).
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib
 import importlib.util
@@ -122,15 +121,6 @@ def format_bytes(nbytes: float) -> str:
         if nbytes >= scale:
             return f"{nbytes / scale:.3g} {unit}"
     return f"{nbytes:.0f} B"
-
-
-def make_parser(name: str, description: str | None) -> argparse.ArgumentParser:
-    """Return a parser of a benchmark's options, which prints the benchmark's docstring as it is."""
-    return argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{name}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
 
 
 def import_graph_library() -> tuple[ModuleType, ModuleType]:

@@ -23,13 +23,13 @@ from statistics import median
 import numpy as np
 
 import synkhronos as synk
+from benchmarks import make_parser
 from benchmarks._measure import (
     Table,
     fork_ranks,
     format_bytes,
     format_duration,
     import_graph_library,
-    make_parser,
     print_criterion,
     print_heading,
     time_call,

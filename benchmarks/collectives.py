@@ -25,13 +25,13 @@ from typing import Any
 import numpy as np
 
 import synkhronos as synk
+from benchmarks import make_parser
 from benchmarks._measure import (
     Table,
     compute_quartiles,
     format_bytes,
     format_duration,
     import_graph_library,
-    make_parser,
     print_heading,
     require_gpus,
     time_call,

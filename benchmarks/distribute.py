@@ -12,13 +12,13 @@ from unittest import mock
 import numpy as np
 
 import synkhronos as synk
+from benchmarks import make_parser
 from benchmarks._measure import (
     Table,
     fork_ranks,
     format_bytes,
     format_duration,
     import_graph_library,
-    make_parser,
     print_criterion,
     print_heading,
     time_call,

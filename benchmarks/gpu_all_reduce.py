@@ -17,13 +17,13 @@ from time import perf_counter
 import numpy as np
 
 import synkhronos as synk
+from benchmarks import make_parser
 from benchmarks._measure import (
     Table,
     format_bytes,
     format_duration,
     format_spread,
     import_graph_library,
-    make_parser,
     print_criterion,
     print_heading,
     require_gpus,

@@ -22,7 +22,8 @@ from pathlib import Path
 from time import perf_counter
 
 import synkhronos as synk
-from benchmarks._measure import SideError, Table, make_parser, print_criterion, print_heading, run_command
+from benchmarks import make_parser
+from benchmarks._measure import SideError, Table, print_criterion, print_heading, run_command
 
 ROOT = Path(__file__).resolve().parents[1]
 GPUS = ROOT / "tests" / "support" / "gpus"

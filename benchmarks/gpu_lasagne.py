@@ -17,7 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks._measure import SideError, Table, make_parser, print_criterion, print_heading, require_gpus, run_command
+from benchmarks import make_parser
+from benchmarks._measure import SideError, Table, print_criterion, print_heading, require_gpus, run_command
 
 DEMOS = Path(__file__).resolve().parents[1] / "demos"
 #: Options of the scripts, in addition to the number of ranks.

@@ -20,13 +20,13 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import make_parser
 from benchmarks._hierarchical import N_GROUPS, compute_log_likelihood, make_data
 from benchmarks._measure import (
     SideError,
     Table,
     find_first_gpu,
     format_duration,
-    make_parser,
     print_criterion,
     print_heading,
     require_gpus,

@@ -23,11 +23,11 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from benchmarks import make_parser
 from benchmarks._measure import (
     SideError,
     Table,
     format_duration,
-    make_parser,
     print_criterion,
     print_heading,
     require_gpus,

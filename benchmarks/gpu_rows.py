@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 import synkhronos as synk
+from benchmarks import make_parser
 from benchmarks._measure import (
     Table,
     compute_quartiles,
     format_bytes,
     format_duration,
     import_graph_library,
-    make_parser,
     print_criterion,
     print_heading,
     require_gpus,

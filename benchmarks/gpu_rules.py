@@ -27,7 +27,8 @@ from typing import Any
 import numpy as np
 
 import synkhronos as synk
-from benchmarks._measure import SideError, Table, format_duration, make_parser, print_criterion, print_heading
+from benchmarks import make_parser
+from benchmarks._measure import SideError, Table, format_duration, print_criterion, print_heading
 from benchmarks.gpu_resnet import BLOCKS, run_side
 from synkhronos import rules
 from synkhronos.training import make_trainer, updates

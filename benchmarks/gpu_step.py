@@ -23,13 +23,13 @@ from typing import Any
 import numpy as np
 
 import synkhronos as synk
+from benchmarks import make_parser
 from benchmarks._measure import (
     SideError,
     Table,
     format_duration,
     format_spread,
     import_graph_library,
-    make_parser,
     print_criterion,
     print_heading,
     require_gpus,

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks._measure import make_parser
+from benchmarks import make_parser
 from benchmarks._training import join_group, run_processes, time_steps
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -18,7 +18,8 @@ import tempfile
 from time import perf_counter
 from typing import Any
 
-from benchmarks._measure import SideError, Table, make_parser, print_criterion, print_heading, require_gpus
+from benchmarks import make_parser
+from benchmarks._measure import SideError, Table, print_criterion, print_heading, require_gpus
 from benchmarks.gpu_resnet import BLOCKS, PRECISIONS, run_side
 
 #: Number of images of Theano-MPI's table.

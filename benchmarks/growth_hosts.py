@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 
-from benchmarks._measure import Table, format_duration, make_parser
+from benchmarks import make_parser
+from benchmarks._measure import Table, format_duration
 
 #: Measured: bytes of ResNet-50's gradients, GPUs of a host, bytes a second between them (NCCL's bus bandwidth).
 GRADIENT_NBYTES, GPUS, HOST_BANDWIDTH = 102.2e6, 8, 314e9

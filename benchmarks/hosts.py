@@ -32,14 +32,13 @@ from typing import Any
 import numpy as np
 
 import synkhronos as synk
-from benchmarks import exchange
+from benchmarks import exchange, make_parser
 from benchmarks._measure import (
     Table,
     compute_quartiles,
     format_bytes,
     format_duration,
     import_graph_library,
-    make_parser,
     print_criterion,
     print_heading,
     time_call,

@@ -16,13 +16,13 @@ from time import sleep
 from typing import Any
 
 import synkhronos as synk
+from benchmarks import make_parser
 from benchmarks._measure import (
     Table,
     compute_quartiles,
     fork_processes,
     fork_ranks,
     format_duration,
-    make_parser,
     print_criterion,
     print_heading,
     time_interleaved,

@@ -16,7 +16,8 @@ from time import perf_counter
 
 from threadpoolctl import threadpool_limits
 
-from benchmarks._measure import Table, fork_ranks, format_duration, make_parser, prepare_pymc, print_heading
+from benchmarks import make_parser
+from benchmarks._measure import Table, fork_ranks, format_duration, prepare_pymc, print_heading
 from benchmarks.pymc_rows import make_evaluator, make_logistic
 from synkhronos.extensions.chains import measure_evaluation_rate
 from synkhronos.ranks import count_available_cores

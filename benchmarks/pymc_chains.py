@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
+from benchmarks import make_parser
 from benchmarks._hierarchical import N_GROUPS
-from benchmarks._measure import Table, fork_ranks, make_parser, prepare_pymc, print_heading
+from benchmarks._measure import Table, fork_ranks, prepare_pymc, print_heading
 from benchmarks.pymc_rows import make_evaluator, make_logistic
 from synkhronos.extensions.chains import measure_evaluation_rate
 from synkhronos.ranks import count_available_cores

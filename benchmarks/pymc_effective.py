@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
+from benchmarks import make_parser
 from benchmarks._hierarchical import N_GROUPS
 from benchmarks._measure import (
     SideError,
     Table,
     fork_ranks,
     format_duration,
-    make_parser,
     prepare_pymc,
     print_heading,
     read_command_lines,

@@ -25,12 +25,12 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_limits
 
+from benchmarks import make_parser
 from benchmarks._hierarchical import N_GROUPS, make_data
 from benchmarks._measure import (
     Table,
     fork_ranks,
     format_duration,
-    make_parser,
     print_criterion,
     print_heading,
     time_call,

@@ -22,12 +22,12 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+from benchmarks import make_parser
 from benchmarks._measure import (
     SideError,
     Table,
     find_first_gpu,
     format_duration,
-    make_parser,
     print_heading,
     read_command_lines,
 )

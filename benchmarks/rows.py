@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 import synkhronos as synk
+from benchmarks import make_parser
 from benchmarks._measure import (
     Table,
     compute_quartiles,
@@ -17,7 +18,6 @@ from benchmarks._measure import (
     format_bytes,
     format_duration,
     import_graph_library,
-    make_parser,
     print_criterion,
     print_heading,
     time_interleaved,

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 import synkhronos as synk
-from benchmarks._measure import Table, fork_ranks, import_graph_library, make_parser, print_heading
+from benchmarks import make_parser
+from benchmarks._measure import Table, fork_ranks, import_graph_library, print_heading
 from synkhronos import rules
 from synkhronos.training import make_trainer, updates
 
