@@ -127,6 +127,8 @@ def run_commands(rank: Rank, channel: socket.socket, newest_key: int) -> None:
     posted_index, command_number = ControlMemory.POSTED, 0
     cache: BoundedCache[bytes, Command] = BoundedCache(MAX_CACHED_COMMANDS)
     receiver = SegmentReceiver(channel)
+    # An exception that the master was handling when it forked becomes the context of all exceptions of this worker.
+    inherited_error = sys.exception()
 
     def has_next_command() -> bool:
         return words[posted_index] > command_number
@@ -157,6 +159,7 @@ def run_commands(rank: Rank, channel: socket.socket, newest_key: int) -> None:
         except Cancelled:
             control.report_nbytes[rank.number] = 0
         except BaseException as error:  # SystemExit, too: exit() within a graph is an error
+            _remove_from_context(error, inherited_error)
             # The report is written first: a rank that notices the failure may read it.
             report = pickle.dumps(FailureReport.from_exception(rank.number, error, _MAX_REPORT_CHARS))
             control.write_report(rank.number, report)
@@ -174,6 +177,15 @@ def run_commands(rank: Rank, channel: socket.socket, newest_key: int) -> None:
             control.wake(rank.master_rank, AWAITS_COMPLETION)
         if isinstance(command, Exit):
             return
+
+
+def _remove_from_context(error: BaseException, inherited_error: BaseException | None) -> None:
+    """Remove ``inherited_error`` from the chain of exceptions in whose handlers ``error`` was raised."""
+    while error.__context__ is not None:
+        if error.__context__ is inherited_error:
+            error.__context__ = None
+            return
+        error = error.__context__
 
 
 def _detach_from_master(channel: socket.socket, master_pid: int) -> None:

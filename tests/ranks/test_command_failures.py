@@ -110,6 +110,19 @@ def test_command_names_all_failed_ranks():
         ranks.close_session()
 
 
+def test_traceback_of_a_worker_has_no_error_that_the_master_handled_at_the_fork():
+    try:
+        raise LookupError("of the master")
+    except LookupError:
+        session = ranks.start_session(2, 0, False)
+    try:
+        with pytest.raises(ranks.WorkerError, match="KeyError") as caught:
+            session.run(Raise((1,)))
+        assert "KeyError" in caught.value.worker_traceback and "of the master" not in caught.value.worker_traceback
+    finally:
+        ranks.close_session()
+
+
 def test_failure_between_barriers_frees_other_ranks(session):
     for failing_rank in range(session.size):
         with pytest.raises(OSError if failing_rank == session.rank.number else ranks.WorkerError):
