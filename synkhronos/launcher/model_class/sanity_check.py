@@ -78,7 +78,9 @@ class SanityCheck:
 
 
 def find_ranks_with_equal_steps(step_hashes_by_rank: Sequence[list[str] | None]) -> tuple[int, int] | None:
-    """Find the first two ranks with equal lists of hashes; None if there are none.  Ranks without hashes are skipped.
+    """Find the first two ranks with equal lists of hashes; None if there are none.
+
+    Ranks without hashes are skipped, and ranks with an empty one: a loss that is NaN makes all ranks equal.
 
     Examples
     --------
@@ -87,13 +89,15 @@ def find_ranks_with_equal_steps(step_hashes_by_rank: Sequence[list[str] | None])
     """
     first_rank: dict[tuple[str, ...], int] = {}
     for rank, steps in enumerate(step_hashes_by_rank):
-        if steps and (other := first_rank.setdefault(tuple(steps), rank)) != rank:
+        if steps and all(steps) and (other := first_rank.setdefault(tuple(steps), rank)) != rank:
             return other, rank
     return None
 
 
 def hash_values(vector: FlatVariables) -> str:
-    """Return a hash of the vector's elements."""
+    """Return a hash of the vector's elements; "" if some are NaN or infinite."""
     value = vector.get()
     array = np.ascontiguousarray(get_array_device(value).to_numpy(value))
+    if not np.isfinite(array).all():
+        return ""
     return hashlib.blake2b(array.view(np.uint8).data, digest_size=16).hexdigest()

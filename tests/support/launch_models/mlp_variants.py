@@ -198,10 +198,12 @@ class Exits(MLP):
 
 
 class Diverges(MLP):
-    """The cost is NaN."""
+    """The cost is NaN, and so are the parameters of all ranks."""
 
     def train_iter(self, count, recorder):
         super().train_iter(count, recorder)
+        for param in self.params:
+            param.set_value(param.get_value() * np.float32("nan"))
         recorder.train_error(count, float("nan"))
 
 
