@@ -141,8 +141,9 @@ class VariableReplica:
         return array
 
     def store(self, array: Array) -> None:
-        """Set the variable to an array that a communicator has written."""
-        new = self.device.rewrap(array) if self.transport_device is self.device else self.device.from_numpy(array)
+        """Set the variable to an array that a communicator has written, by another operation than `all_reduce`."""
+        is_direct = self.transport_device is self.device
+        new = self.device.rewrap(array, is_complete=True) if is_direct else self.device.from_numpy(array)
         if new is not self.value:
             self.set_value(new)
 
@@ -459,7 +460,7 @@ class GetValue(Command):
         for variable in prepare_replicas(rank, self.keys):
             layouts: list[ArrayLayout | None] = [None] * rank.size
             layouts[self.source] = variable.layouts[self.source]
-            own = variable.get_contiguous(NUMPY) if rank.number == self.source else None
+            own = variable.device.as_bytes(variable.value) if rank.number == self.source else None
             out = None
             if rank.is_master:
                 out = [None if layout is None else np.empty(*layout) for layout in layouts]

@@ -188,3 +188,5 @@ def force_jax_on_cpu() -> None:
     """Make this rank's JAX compute on the CPU even if there are GPUs; without effect once JAX has started."""
     if not JAX.has_unforkable_runtime() and get_n_gpu():
         os.environ["JAX_PLATFORMS"] = "cpu"
+        if "jax" in sys.modules:  # JAX reads the variable when it is imported
+            sys.modules["jax"].config.update("jax_platforms", "cpu")

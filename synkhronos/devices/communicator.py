@@ -81,7 +81,10 @@ class Communicator(ABC):
     def gather(
         self, array: Array | None, root: int, layouts: Sequence[ArrayLayout | None], out: Sequence[Any | None] | None
     ) -> None:
-        """Copy rank r's array into the root's ``out[r]``; None stands for a rank that contributes or gets nothing."""
+        """Copy rank r's array into the root's ``out[r]``; None stands for a rank that contributes or gets nothing.
+
+        In host memory, ``array`` may be a device's `Device.as_bytes` of an array.
+        """
 
     @abstractmethod
     def all_gather(self, array: Array, layouts: Sequence[ArrayLayout], out: Sequence[Any]) -> None:

@@ -155,6 +155,10 @@ class Device(ABC):
         """Return a vector of indexes as an input of the next launch, perhaps in one of the input's ``buffers``."""
         return self.from_numpy(values)
 
+    def as_bytes(self, value: Array) -> Any:
+        """Return an array's bytes: a vector of uint8, or an object with its ``size`` and a method ``copy_to``."""
+        return np.ascontiguousarray(self.to_numpy(value)).reshape(-1).view(np.uint8)
+
     # -- collectives, and arrays that they read or write in place --------------------------------------------
 
     def get_communicator(self, rank: Rank) -> Communicator:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices.cuda.cuda_device import CudaDevice
+from synkhronos.devices.cuda.staging import MAX_FETCH_NBYTES
 from synkhronos.devices.jax import nccl_handlers
 from synkhronos.devices.jax.compute_stream import ComputeStream, find_compute_stream
 from synkhronos.devices.jax.scalar_log import LogEntry
@@ -45,7 +46,10 @@ class JaxDevice(CudaDevice):
     def open_gpu(self, gpu: str) -> None:
         """Start JAX on the only GPU that is visible; raise RuntimeError if JAX does not compute on it."""
         with set_environment(JAX_PLATFORMS=None):
-            devices = self._import_jax().devices()
+            jax = self._import_jax()
+        if jax.config.jax_platforms == "cpu":  # from the variable, or an earlier `force_jax_on_cpu`
+            jax.config.update("jax_platforms", None)
+        devices = jax.devices()
         if devices[0].platform != "gpu":
             raise RuntimeError(
                 f"JAX computes on {devices[0].platform!r} although GPU {gpu} is visible: its CUDA plugin does not "
@@ -80,13 +84,18 @@ class JaxDevice(CudaDevice):
     def _compute_stream(self) -> ComputeStream | None:
         return find_compute_stream()
 
+    @property
+    def _launches_inline(self) -> bool:
+        """Whether a launch on the GPU is on XLA's stream, which is known, when it returns."""
+        return self.is_on_gpu and self._compute_stream is not None and self._compute_stream.is_inline
+
     def get_communicator(self, rank: Rank) -> XlaCommunicator:
         """Return a rank's communicator between GPUs, always the same object."""
         return rank.registry.get_or_create(XlaCommunicator, lambda: XlaCommunicator(rank, self.staging))
 
     def can_reduce_in_launch(self, dtype: np.dtype) -> bool:
         """Whether the communicator can reduce arrays of a dtype in the middle of a launch."""
-        return self.can_communicate(dtype) and self._compute_stream is not None and self._compute_stream.is_inline
+        return self.can_communicate(dtype) and self._launches_inline
 
     @cached_property
     def nccl_caller(self) -> nccl_handlers.NcclCaller:
@@ -132,7 +141,9 @@ class JaxDevice(CudaDevice):
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         """Return a new array of zeros: XLA has no uninitialized arrays."""
-        return self._zeros(tuple(shape), dtype).block_until_ready()
+        array = self._zeros(tuple(shape), dtype)
+        # Work that is launched later on XLA's stream, such as NCCL's, needs no wait.
+        return array if self._launches_inline else array.block_until_ready()
 
     @cached_property
     def _zeros(self) -> Any:
@@ -182,7 +193,11 @@ class JaxDevice(CudaDevice):
 
     def to_numpy(self, value: Array) -> np.ndarray:
         """Convert an array to NumPy, after it has been computed."""
-        return np.asarray(value)
+        if not self.is_on_gpu or value.nbytes <= MAX_FETCH_NBYTES:
+            return np.asarray(value)
+        array = np.empty(value.shape, value.dtype)  # JAX's own copy takes twice as long
+        self.as_bytes(value).copy_to(array.reshape(-1).view(np.uint8), 0)
+        return array
 
     def from_numpy(self, array: np.ndarray) -> Array:
         """Copy a NumPy array into a new JAX array."""
@@ -208,7 +223,8 @@ class JaxDevice(CudaDevice):
             # JAX's own copy of a scalar takes ten times as long.
             copies = self.staging.to_numpy_if_small(arrays)
             if copies is not None:
-                self.wait(arrays)  # returns at once; raises the error if the computation failed
+                # Raises the error of a failed launch.  JAX notices a tenth of a millisecond late that others are done.
+                self.wait([array for array in arrays if array.is_ready()])
                 return copies
         for array in arrays:
             array.copy_to_host_async()

@@ -28,6 +28,7 @@ from synkhronos.devices.shared_memory_communicator import (
     accumulate_arrays,
     as_bytes,
     compute_nbytes,
+    copy_bytes,
 )
 from synkhronos.hosts.pipes import (
     DOWN_IN,
@@ -86,7 +87,7 @@ class MultiHostCommunicator(SharedMemoryCommunicator):
             target = None if out is None else out[r]
             source = array if r == rank.number else None
             if source is not None and target is not None:
-                target.reshape(-1)[:] = source.reshape(-1)
+                copy_bytes(as_bytes(source), 0, as_bytes(target))
             if layout is not None and receivers != range(r, r + 1):
                 source_bytes = None if source is None else as_bytes(source)
                 self._stream_bytes(
@@ -116,7 +117,7 @@ class MultiHostCommunicator(SharedMemoryCommunicator):
             if source_pipe is self._local:
                 content = self._switch_scratch_halves()[root - local_ranks.start][:nbytes]
                 if number == root and source is not None:
-                    content[:] = source[offset : offset + nbytes]
+                    copy_bytes(source, offset, content)
                 self._local.advance()
                 self._local.wait_all_processed()
             else:

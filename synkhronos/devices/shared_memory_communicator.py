@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -131,14 +132,13 @@ class SharedMemoryCommunicator(Communicator):
         targets = [None if a is None else as_bytes(a) for a in out] if out is not None else [None] * rank.size
         own_target = targets[rank.number]
         if source is not None and own_target is not None:
-            own_target[:] = source
+            copy_bytes(source, 0, own_target)
         only_receiver = receivers[0] if len(receivers) == 1 else None  # its own array needs no scratch area
         contributes = source is not None and rank.number != only_receiver
         for offset in range(0, max((s for r, s in enumerate(sizes) if r != only_receiver), default=0), SCRATCH_NBYTES):
             halves = self._switch_scratch_halves()
             if contributes and source is not None:
-                chunk = source[offset : offset + SCRATCH_NBYTES]
-                halves[rank.number][: chunk.size] = chunk
+                copy_bytes(source, offset, halves[rank.number][: max(0, source.size - offset)])
             rank.barrier()
             for r, target in enumerate(targets):
                 if target is not None and r != rank.number:
@@ -216,9 +216,17 @@ def accumulate_arrays(inputs: Sequence[np.ndarray], reduce_op: ReduceOp, out: np
             reduce_op.ufunc(out, values, out=out)
 
 
-def as_bytes(array: np.ndarray) -> np.ndarray:
-    """Return a contiguous array's memory as a vector of uint8."""
-    return array.reshape(-1).view(np.uint8)
+def as_bytes(array: Any) -> Any:
+    """Return a contiguous array's memory as a vector of uint8; bytes of another kind are returned unchanged."""
+    return array.reshape(-1).view(np.uint8) if isinstance(array, np.ndarray) else array
+
+
+def copy_bytes(source: Any, start: int, target: np.ndarray) -> None:
+    """Copy as many bytes as the target has, from offset ``start`` of a vector, or of bytes of another kind."""
+    if isinstance(source, np.ndarray):
+        target[:] = source[start : start + target.size]
+    else:
+        source.copy_to(target, start)
 
 
 def compute_nbytes(layout: ArrayLayout) -> int:

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 from library import NAME
-from system import run_on_pretended_gpus, wait_until
+from system import run_code, run_on_pretended_gpus, wait_until
 
 import synkhronos as synk
 from synkhronos import devices, ranks
@@ -46,6 +46,19 @@ def test_assign_gpus_gives_each_rank_a_gpu(monkeypatch, visible, size, root, min
     device = type(JAX)()
     device._gpu = mine
     assert device.assign_gpus(size, root) == expected
+
+
+@pytest.mark.parametrize("first", ["pass", "import jax"])
+def test_jax_is_forced_on_the_cpu_before_and_after_its_import(first):
+    code = f"""
+        {first}
+        from synkhronos import devices
+        devices.get_n_gpu = lambda: 1
+        devices.force_jax_on_cpu()
+        import jax
+        print(jax.config.jax_platforms)
+    """
+    assert run_code(code, JAX_PLATFORMS="").strip() == "cpu"
 
 
 @pytest.mark.parametrize("before", [None, "1,0"])

@@ -61,8 +61,10 @@ def test_fork_makes_a_rank_for_each_gpu():
 
 
 @needs_jax
-def test_fork_with_use_gpu_false_uses_no_gpu():
-    printed = run_program("""
+@pytest.mark.parametrize("first", ["pass", "import jax"])
+def test_fork_with_use_gpu_false_uses_no_gpu(first):
+    printed = run_program(f"""
+        {first}
         synk.fork(2, use_gpu=False)
         x = T.dvector("x")
         print(float(synk.function([x], (x.sum(), "sum"), mode="JAX")(np.ones(4))))
@@ -71,6 +73,20 @@ def test_fork_with_use_gpu_false_uses_no_gpu():
         synk.close()
     """)
     assert printed.split() == ["4.0", "cpu"]
+
+
+@needs_jax
+@needs_real_gpus
+def test_fork_on_gpus_after_a_fork_on_cores():
+    printed = run_program("""
+        import jax
+        for use_gpu in (False, True):
+            synk.fork(2, use_gpu=use_gpu)
+            print(jax.config.jax_platforms)
+            synk.close()
+        print(jax.devices()[0].platform)
+    """)
+    assert printed.split() == ["cpu", "None", "gpu"]
 
 
 def test_cuda_visible_devices_order_is_kept():

@@ -13,7 +13,7 @@ import numpy as np
 
 from synkhronos.devices import cuda
 from synkhronos.devices.cuda.nccl import NcclCommunicator, NcclGroupCommunicator, to_nccl_dtype
-from synkhronos.devices.cuda.staging import ItemRange, Staging
+from synkhronos.devices.cuda.staging import GpuBytes, ItemRange, Staging
 from synkhronos.devices.device import Device
 from synkhronos.devices.reduce_op import REDUCE_OPS
 from synkhronos.devices.selection import Buffers, Selection
@@ -131,6 +131,13 @@ class CudaDevice(Device):
         if self.is_on_gpu:
             return self.staging.read_segment(rank, location, rows)
         return super().read_segment(rank, location, rows)
+
+    def as_bytes(self, value: Array) -> Any:
+        """Wait until an array is computed, and return its bytes."""
+        if not self.is_on_gpu:
+            return super().as_bytes(value)
+        self.wait([value])
+        return GpuBytes(self.staging, self.as_contiguous(value))
 
     def write_segment(self, rank: Rank, segment_key: int, offset: int, value: Array) -> None:
         """Copy an array into shared memory, directly from the GPU."""

@@ -43,7 +43,9 @@ _THREADS = 512
 #: Number of concurrent loads of a thread of the gather kernel: enough to fill the bus.
 _LOADS = 4
 #: Maximal number of bytes of arrays that are fetched through page-locked memory.
-_MAX_FETCH_NBYTES = 1 << 20
+MAX_FETCH_NBYTES = 1 << 20
+#: Maximal number of bytes for which CUDA's driver copies pageable memory without waiting for the stream.
+_MAX_QUEUED_NBYTES = 1 << 16
 #: CUDA_SUCCESS, as an integer.
 _SUCCESS = 0
 
@@ -80,6 +82,18 @@ class ItemRange(NamedTuple):
     array: Any
     pointer: int
     nbytes: int
+
+
+class GpuBytes:
+    """Bytes of a computed array on the GPU."""
+
+    def __init__(self, staging: Staging, array: Any):
+        self._staging, self._array = staging, array
+        self.size = math.prod(array.shape) * array.dtype.itemsize
+
+    def copy_to(self, target: np.ndarray, start: int) -> None:
+        """Copy as many bytes as a target in host memory has, from offset ``start``, and wait for the copy."""
+        self._staging.copy_to_host(self._array, start, target)
 
 
 def check_result(results: Any) -> Any:
@@ -198,8 +212,15 @@ class Staging:
         """Start a copy of a vector of indexes to a reused buffer; return the buffer's array."""
         self._rank = rank
         self.set_current_gpu()
-        self._mark_pending(rank)
         buffer = self._get_double_buffer(buffers, values.shape, values.dtype.str).acquire()
+        if 0 < values.nbytes <= _MAX_QUEUED_NBYTES and self.library.stream is not None:
+            # On the library's stream, after the launches that read the buffer: so its address stays the same.  The
+            # driver has read the values when the call returns.
+            check_result(
+                self.driver.cuMemcpyAsync(buffer.pointer, values.ctypes.data, values.nbytes, self.library.stream)
+            )
+            return buffer.array
+        self._mark_pending(rank)
         if values.size:
             source = self._vector_memory.store(values)
             check_result(self.driver.cuMemcpyAsync(buffer.pointer, source, values.nbytes, self.copy_stream_handle))
@@ -225,12 +246,20 @@ class Staging:
         check_result(self.driver.cuMemcpyAsync(target, source, nbytes, self.copy_stream_handle))
         self.copy_stream.sync()
 
+    def copy_to_host(self, array: Array, start: int, target: np.ndarray) -> None:
+        """Copy bytes of a computed array, from offset ``start``, into host memory, and wait for the copy."""
+        if target.size:
+            self.set_current_gpu()
+            source = self.library.get_pointer(array) + start
+            check_result(self.driver.cuMemcpyAsync(target.ctypes.data, source, target.nbytes, self.copy_stream_handle))
+            self.copy_stream.sync()
+
     def to_numpy_if_small(self, arrays: Sequence[Array]) -> list[np.ndarray] | None:
         """Copy small arrays to host memory once they are computed, and wait for the copies.
 
         None is returned if the arrays are not small.  The compute stream must be known.
         """
-        if sum(array.nbytes for array in arrays) > _MAX_FETCH_NBYTES:
+        if sum(array.nbytes for array in arrays) > MAX_FETCH_NBYTES:
             return None
         self.set_current_gpu()
         if self._fetch_memory.used:  # an interrupt has ended the last call before its copies were complete
