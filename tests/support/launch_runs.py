@@ -5,6 +5,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -18,7 +19,6 @@ from paths import ROOT, SUPPORT
 from system import is_alive
 
 from synkhronos.__main__ import main
-from synkhronos.launcher.rank import master_process
 from synkhronos.launcher.supervision import supervisor
 
 ENVIRONMENT = {
@@ -88,9 +88,10 @@ class MasterCopy:
     """Rank 0 in a copy of its supervisor's process, with what the supervisor calls of `subprocess.Popen`."""
 
     def __init__(self, command, env, stdout, **options):
-        run_master = multiprocessing.get_context("fork").Process(target=_run_master, args=(command[-2:], env, stdout))
-        run_master.start()
-        self._process, self.pid = run_master, run_master.pid
+        words = command[command.index("-m") + 1 :]
+        self._process = multiprocessing.get_context("fork").Process(target=_run_master, args=(env, stdout, *words))
+        self._process.start()
+        self.pid = self._process.pid
         while os.getpgid(self.pid) != self.pid and self.poll() is None:  # the supervisor may kill the group at once
             time.sleep(0.001)
 
@@ -107,7 +108,7 @@ class MasterCopy:
         os.kill(self.pid, number)
 
 
-def _run_master(arguments, environment, output):
+def _run_master(environment, output, module, *arguments):
     """Run rank 0 in this process, with the signal handlers and the exit functions of a new process."""
     os.setsid()
     for number in {signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}:
@@ -117,7 +118,7 @@ def _run_master(arguments, environment, output):
     sys.argv[1:] = arguments
     atexit._clear()
     try:
-        sys.exit(master_process.main(arguments[0], master_process.MasterArguments(**json.loads(arguments[1]))))
+        runpy.run_module(module, run_name="__main__")
     finally:
         atexit._run_exitfuncs()
 
