@@ -26,9 +26,10 @@ def test_first_failure_is_printed_last(tmp_path):
     assert json.loads((tmp_path / "run.json").read_text())["status"] == 1
 
 
-def test_rank_that_exits_by_itself_is_named(tmp_path):
-    done = train(tmp_path, "Exits", status=1)
-    assert re.search(r"rank 1 .* exited with code 7", done.stderr)
+@pytest.mark.parametrize(("model", "rank", "code"), [("Exits", 1, 7), ("ExitsWithoutError", 0, 0)])
+def test_rank_that_exits_by_itself_is_named(tmp_path, model, rank, code):
+    done = train(tmp_path, model, status=1)
+    assert re.search(f"rank {rank} .* exited with code {code}", done.stderr)
 
 
 def test_nan_cost_is_not_saved(tmp_path):

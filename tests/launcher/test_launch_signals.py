@@ -18,6 +18,7 @@ from system import list_children, wait_until_ended
 
 from synkhronos.launcher.configuration.settings import Settings
 from synkhronos.launcher.supervision import supervisor
+from synkhronos.launcher.supervision.master_arguments import COMPLETE_EXIT_CODE
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
@@ -65,7 +66,9 @@ def test_signal_ends_slow_ranks_after_the_grace_period(tmp_path, capfd):
 
 
 def test_signal_after_the_end_keeps_the_exit_status(tmp_path):
-    run = ShellSupervisor(tmp_path, f"trap 'exit 0' TERM; kill -TERM {os.getpid()}; sleep 60 & wait", checkpoint=1)
+    run = ShellSupervisor(
+        tmp_path, f"trap 'exit {COMPLETE_EXIT_CODE}' TERM; kill -TERM {os.getpid()}; sleep 60 & wait", checkpoint=1
+    )
     assert run.run() == 0 and "signal" not in run.read_record()
 
 

@@ -23,7 +23,7 @@ from synkhronos.launcher import core_binding
 from synkhronos.launcher.configuration.settings import Settings, SettingsError
 from synkhronos.launcher.model_class.model_interface import ModelInterfaceError
 from synkhronos.launcher.rank import rank_functions
-from synkhronos.launcher.supervision.master_arguments import MasterArguments
+from synkhronos.launcher.supervision.master_arguments import COMPLETE_EXIT_CODE, MasterArguments
 from synkhronos.launcher.supervision.run_folder import FAILURE_FILE, PROCESSES_FILE, DeathLog
 from synkhronos.programs import run
 from synkhronos.ranks import WorkerError, get_last_death, get_last_host, get_session
@@ -36,7 +36,7 @@ from synkhronos.training.loops.stop_signals import StopSignalHandler, get_reques
 
 
 def main(folder: str, arguments: MasterArguments) -> int:
-    """Train with the settings in a run's folder, and return the exit status."""
+    """Train with the settings in a run's folder, and return the exit code."""
     exit_with_parent(arguments.supervisor_pid, from_main_thread=True)
     for stream in (sys.stdout, sys.stderr):  # the supervisor reads UTF-8, whatever the locale
         stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
@@ -87,7 +87,7 @@ def _log_death(folder: str, error: BaseException, is_failed_start: bool) -> None
 
 
 def _train(settings: Settings, arguments: MasterArguments) -> int:
-    """Train; return 0, or 128 plus the number of the signal at which a checkpoint was written."""
+    """Train; return `COMPLETE_EXIT_CODE`, or 128 plus the number of the signal at which a checkpoint was written."""
     import_theano_before_fork(settings.on_gpu)
     np.random.seed(settings.seed)
     random.seed(settings.seed)
@@ -110,7 +110,7 @@ def _train(settings: Settings, arguments: MasterArguments) -> int:
     # Before this point there is nothing to save, and signals end the run.  The supervisor limits the time to save.
     with recording, StopSignalHandler(None, stop_flag.data) if settings.saves_on_signal else contextlib.nullcontext():
         is_complete = run(rank_functions.train_model, settings, rule, shared_arrays, arguments, stop_flag)[0]
-        return 0 if is_complete else 128 + get_requested_stop()
+        return COMPLETE_EXIT_CODE if is_complete else 128 + get_requested_stop()
 
 
 if __name__ == "__main__":

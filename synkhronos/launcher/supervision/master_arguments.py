@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+#: Exit code of the master's process after a complete run.  A library, or the user's class, may exit with 0 at any time.
+COMPLETE_EXIT_CODE = 100
+
 
 @dataclass(frozen=True)
 class MasterArguments:

@@ -36,7 +36,7 @@ from typing import Any
 
 from synkhronos.launcher import core_binding
 from synkhronos.launcher.configuration.settings import Settings
-from synkhronos.launcher.supervision.master_arguments import MasterArguments
+from synkhronos.launcher.supervision.master_arguments import COMPLETE_EXIT_CODE, MasterArguments
 from synkhronos.launcher.supervision.memory_checkpoint_folder import MemoryCheckpointFolder
 from synkhronos.launcher.supervision.process_environment import make_python_path, open_standard_streams
 from synkhronos.launcher.supervision.rank_output import Console, LineSplitter, OutputWriter
@@ -246,7 +246,7 @@ class Supervisor:
                     self._kill_ranks()
                     wait_deadline = min(wait_deadline, time.monotonic() + _EXIT_SECONDS)
                     starts_again = self._memory_checkpoints is not None or self._n_restarts < self.settings.restarts
-                    is_last = not self._master.poll() or not starts_again
+                    is_last = self._master.poll() == COMPLETE_EXIT_CODE or not starts_again
                     if is_last or time.monotonic() > wait_deadline:
                         break
                 self._enforce_deadline()
@@ -370,8 +370,10 @@ class Supervisor:
     def _report_master_exit(self, code: int) -> dict[str, Any]:
         """Report the master's return code and a failure's cause; return status and signal for ``run.json``."""
         assert self._master is not None
-        exit_record: dict[str, Any] = {"status": code if code >= 0 else 128 - code}
-        if self.signal_number and (code < 0 or not code and self.signal_number == signal.SIGINT):
+        is_complete = code == COMPLETE_EXIT_CODE
+        failed_status = 128 - code if code < 0 else code or 1
+        exit_record: dict[str, Any] = {"status": 0 if is_complete else failed_status}
+        if self.signal_number and (code < 0 or is_complete and self.signal_number == signal.SIGINT):
             exit_record["status"] = 128 + self.signal_number
         failure = self.folder / FAILURE_FILE
         message = failure.read_text("utf-8", "backslashreplace") if failure.is_file() else ""
@@ -388,7 +390,7 @@ class Supervisor:
             elif self.settings.saves_on_signal and self.signal_number != signal.SIGINT:
                 message += ", before it had written a checkpoint"
             message += "\n"
-        elif code and not message:
+        elif not is_complete and not message:
             message = f"rank 0 (process {self._master.pid}) {describe_exit(code)}\n"
             with contextlib.suppress(OSError):  # if the disk is full, only the console gets it
                 failure.write_text(message, "utf-8")
