@@ -47,7 +47,7 @@ _CHECKS_PER_YIELD = 8
 AWAKE, AWAITS_COMMAND, AWAITS_BARRIER, AWAITS_COMPLETION, AWAITS_PEER = range(5)
 
 _N_WORDS = 10  # words of the whole session; the words of the ranks follow
-_N_RANK_WORDS = 7
+_N_RANK_WORDS = 9
 _SEMAPHORE_NBYTES = 64  # a cache line; no system's semaphore is larger
 
 
@@ -95,6 +95,9 @@ class ControlMemory:
     last_core, last_progress : memoryview of uint64
         Core, counted from 1, on which each rank last began to wait, and monotonic time of its last sign of progress in
         ns.
+    sums_begun, sums_ended : memoryview of uint64
+        For an XLA program with sums over ranks: the number of sums that each rank has begun, and once its program has
+        ended the number of all of them plus 1.
     scratch : memoryview
         Scratch memory of this host's ranks, two halves for each.
     decision_lock : Semaphore
@@ -132,6 +135,8 @@ class ControlMemory:
             self.last_core,
             self.applied,
             self.last_progress,
+            self.sums_begun,
+            self.sums_ended,
         ) = (self.words[_N_WORDS + i * size : _N_WORDS + (i + 1) * size] for i in range(_N_RANK_WORDS))
         self.mailbox = memory[mailbox : mailbox + MAILBOX_NBYTES]
         self.scratch = memory[scratch : scratch + 2 * len(self.local_ranks) * SCRATCH_NBYTES]

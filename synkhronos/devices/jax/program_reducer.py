@@ -19,21 +19,14 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import Any
 
 import numpy as np
 
 from synkhronos.devices.jax.ffi_collectives import CollectiveLauncher
 from synkhronos.devices.jax.xla_communicator import BufferSpan, XlaCommunicator
+from synkhronos.devices.multi_host_communicator import get_numpy_communicator
 from synkhronos.ranks import Rank
-from synkhronos.ranks.control_memory import AWAITS_BARRIER, SCRATCH_NBYTES
-
-#: Number of bytes of the header in front of the data in half of a scratch area.
-_HEADER_NBYTES = 24
-#: Positions of the header's words: number of the exchange of the data; number of sums that the rank has begun; number
-#: of all its sums plus 1, 0 while its program runs.
-_EXCHANGE_NUMBER, _N_BEGUN, _N_FINAL = range(3)
+from synkhronos.ranks.control_memory import AWAITS_BARRIER
 
 DIVERGED_MESSAGE = (
     "the ranks' programs have diverged: their results differ, although all had the same arguments and sums. If the "
@@ -89,76 +82,46 @@ class ProgramReducer(CollectiveLauncher):
     def __init__(self, rank: Rank, detector: InterruptDetector):
         self._rank, self._interrupt_detector = rank, detector
         self.n_sums = 0
-        local_ranks = rank.local_ranks
-        self._headers = [
-            [rank.control.get_scratch(r, half)[:_HEADER_NBYTES].cast("Q") for r in local_ranks] for half in range(2)
-        ]
-        self._local_index = rank.number - local_ranks.start
-        for headers in self._headers:
-            headers[self._local_index][:] = memoryview(bytes(_HEADER_NBYTES)).cast("Q")
+        control, local_ranks = rank.control, slice(rank.local_ranks.start, rank.local_ranks.stop)
+        self._begun, self._ended = control.sums_begun[local_ranks], control.sums_ended[local_ranks]
+        control.sums_begun[rank.number] = control.sums_ended[rank.number] = 0
         rank.barrier()
 
     def begin_sum(self) -> None:
         """Count a sum, and raise KeyboardInterrupt if SIGINT has arrived."""
         self._interrupt_detector.raise_if_interrupted()
         self.n_sums += 1
-        self._headers[0][self._local_index][_N_BEGUN] = self.n_sums
+        self._rank.control.sums_begun[self._rank.number] = self.n_sums
 
     def wait_until_ended(self) -> None:
         """Wait until the programs of all ranks have ended; raise RuntimeError if one waits for a further sum."""
 
         def raise_if_diverged() -> None:
-            if any(header[_N_BEGUN] > self.n_sums for header in self._headers[0]):
+            if max(self._begun) > self.n_sums:
                 raise RuntimeError(DIVERGED_MESSAGE)
 
-        self._headers[0][self._local_index][_N_FINAL] = self.n_sums + 1
+        self._rank.control.sums_ended[self._rank.number] = self.n_sums + 1
         self._rank.control.wake_local_ranks(AWAITS_BARRIER)
-        self._rank.barriers.wait(lambda: all(header[_N_FINAL] for header in self._headers[0]), raise_if_diverged)
+        self._rank.barriers.wait(lambda: all(self._ended), raise_if_diverged)
 
 
 class SharedMemoryReducer(ProgramReducer):
-    """Sums of arrays in host memory, through the scratch areas of shared memory, between ranks of one host.
-
-    Exchanges do not use the barriers of a command, whose count is limited.  A rank writes its array, and then the
-    number of the exchange, into its own scratch half.  Then it waits until all ranks' halves have the same number.
-
-    Invariant: a half is written again two exchanges later.  A rank takes part in the exchange in between only after it
-    has read the half.
-    """
+    """Sums of arrays in host memory, in rank order, between ranks of one host."""
 
     def __init__(self, rank: Rank, detector: InterruptDetector):
         super().__init__(rank, detector)
         assert not rank.spans_hosts
-        self._data = [
-            [np.frombuffer(rank.control.get_scratch(r, half), np.uint8)[_HEADER_NBYTES:] for r in rank.local_ranks]
-            for half in range(2)
-        ]
-        self._n_exchanges = 0
+        self._communicator = get_numpy_communicator(rank)
 
     def finish(self, spans: Sequence[BufferSpan], valid_flag_address: int, stream: int | None) -> None:
-        """Sum arrays over the ranks, in rank order."""
+        """Sum arrays over the ranks."""
         self.begin_sum()
         for span in spans:
-            self._sum(view_span(span.source, span), view_span(span.target, span))
+            target = view_span(span.target, span)
+            if span.source != span.target:
+                target[:] = view_span(span.source, span)
+            self._communicator.all_reduce(target, "sum")
         ctypes.c_int32.from_address(valid_flag_address).value = 1
-
-    def _sum(self, source: np.ndarray, target: np.ndarray) -> None:
-        """Sum an array over the ranks, chunk by chunk."""
-        rank, n_items = self._rank, (SCRATCH_NBYTES - _HEADER_NBYTES) // source.itemsize
-        for offset in range(0, source.size, n_items):
-            chunk = source[offset : offset + n_items]
-            self._n_exchanges = number = self._n_exchanges + 1
-            half = number & 1
-            headers = self._headers[half]
-            inputs = [data[: chunk.nbytes].view(chunk.dtype) for data in self._data[half]]
-            inputs[rank.number][:] = chunk
-            headers[rank.number][_EXCHANGE_NUMBER] = number
-            rank.control.wake_local_ranks(AWAITS_BARRIER)
-            rank.barriers.wait(partial(_have_all_written, headers, number))
-            result = target[offset : offset + n_items]
-            np.add(inputs[0], inputs[1], out=result)
-            for array in inputs[2:]:
-                np.add(result, array, out=result)
 
 
 class GpuReducer(ProgramReducer):
@@ -178,11 +141,6 @@ class GpuReducer(ProgramReducer):
         """Wait until the programs of all ranks have ended."""
         super().wait_until_ended()
         self._communicator.wait_until_started()
-
-
-def _have_all_written(headers: Sequence[Any], number: int) -> bool:
-    """Whether all ranks have written the data of an exchange."""
-    return all(header[_EXCHANGE_NUMBER] >= number for header in headers)
 
 
 def view_span(address: int, span: BufferSpan) -> np.ndarray:
