@@ -393,15 +393,8 @@ class AllReducePlan(NamedTuple):
         """Return the plan for replicas of equal shapes."""
         generation = get_rank_device(rank).get_communicator(rank).generation
         variables = [
-            PlannedVariable(
-                key,
-                replica.library,
-                replica.layouts[rank.number],
-                replica.device,
-                replica.transport_device,
-                replica.communicator,
-            )
-            for key, replica in zip(keys, replicas, strict=True)
+            PlannedVariable(key, r.library, r.layouts[rank.number], r.device, r.transport_device, r.communicator)
+            for key, r in zip(keys, replicas, strict=True)
         ]
         layouts = tuple([(*variable.layout, variable.device.name) for variable in variables])
         return cls(variables, generation, rank.compute_digest((layouts, generation)))
