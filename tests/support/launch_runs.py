@@ -19,6 +19,7 @@ from paths import ROOT, SUPPORT
 from system import is_alive
 
 from synkhronos.__main__ import main
+from synkhronos.devices import JAX
 from synkhronos.launcher.supervision import supervisor
 
 ENVIRONMENT = {
@@ -71,7 +72,8 @@ def _run_main(command, cwd, output, errors):
     _set_process_state(output.fileno(), errors.fileno(), ENVIRONMENT)
     os.chdir(cwd or ".")
     sys.path.insert(0, os.getcwd())
-    supervisor.subprocess = SimpleNamespace(Popen=MasterCopy, DEVNULL=subprocess.DEVNULL)
+    if not JAX.has_unforkable_runtime():
+        supervisor.subprocess = SimpleNamespace(Popen=MasterCopy, DEVNULL=subprocess.DEVNULL)
     main(command[3:])
 
 
