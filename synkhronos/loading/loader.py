@@ -310,10 +310,7 @@ class Loader:
     # -- loader processes ------------------------------------------------------------------------------------
 
     def _prepare_pool(self, plan: ReadPlan, layout: RingLayout, in_session: bool) -> tuple[_LoaderPool, int]:
-        """Return a pool that reads by a plan, and the number of the plan's first unit.
-
-        Starts a pool if there is none with this layout, and the plan if the pool does not already continue with it.
-        """
+        """Return a pool that reads by a plan, started if necessary, and the number of the plan's first unit."""
         if self._pool is None or not self._pool.can_serve(layout, in_session):
             self.close()
             array_specs = [(array.shape, dtype.str) for array, dtype in zip(self._sample, self._dtypes, strict=True)]

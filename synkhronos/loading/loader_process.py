@@ -68,12 +68,6 @@ def pack_config(config: LoaderConfig) -> tuple[io.FileIO, int]:
     return file, nbytes
 
 
-def _unpack_config(fd: int, nbytes: int) -> LoaderConfig:
-    head, *arrays = read_buffers(memoryview(map_file(fd, nbytes)).toreadonly())
-    config: LoaderConfig = pickle.loads(head, buffers=arrays)
-    return config
-
-
 def start_loader_process(
     number: int,
     layout: RingLayout,
@@ -104,7 +98,8 @@ def main() -> NoReturn:
     memory = np.frombuffer(map_file(words_fd, layout.nbytes), np.uint8)
     ring = Ring(layout, memory, layout.n_consumers + number, [])
     try:
-        config = _unpack_config(config_fd, config_nbytes)
+        head, *buffers = read_buffers(memoryview(map_file(config_fd, config_nbytes)).toreadonly())
+        config: LoaderConfig = pickle.loads(head, buffers=buffers)
         arrays = [_map_slots(fd, layout, *spec) for fd, spec in zip(array_fds, config.array_specs, strict=True)]
         _LoaderProcess(number, config, ring, arrays, socket_fd).run()
     except BaseException as error:

@@ -114,11 +114,7 @@ def iterate_units(plan: ReadPlan, count: int, unit_rows: int) -> Iterator[tuple[
 
 
 class RingLayout(NamedTuple):
-    """Dimensions of a ring, and byte offsets of its parts.
-
-    It has ``n_slots`` units, each of ``unit_rows`` rows, for at most ``n_consumers`` consumers and for ``n_loaders``
-    processes.
-    """
+    """Dimensions of a ring of ``n_slots`` units, each of ``unit_rows`` rows, and byte offsets of its parts."""
 
     n_consumers: int
     n_loaders: int

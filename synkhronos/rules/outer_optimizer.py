@@ -29,10 +29,7 @@ class _OuterOptimizerRule(Rule):
     def _take_outer_step(
         self, anchor: Array, gradient: Array, velocity: Array, learning_rate: float
     ) -> tuple[Array, Array]:
-        """Take an outer step; return the new velocity and the new anchor.
-
-        ``gradient`` is the anchor minus the average of the ranks, ``learning_rate`` that of the inner steps.
-        """
+        """Take a step by the anchor minus the ranks' average; return the new velocity and the new anchor."""
         raise NotImplementedError
 
     def compute_consensus(self, context: RankContext, state: State) -> Array:

@@ -198,10 +198,7 @@ def get_learning_rate(model: Any) -> float:
 
 @contextmanager
 def use_model_precision() -> Iterator[None]:
-    """Set JAX's precision, within a ``with`` block, to the precision for which PyTensor compiled the model's functions.
-
-    PyTensor enables float64 in JAX only if ``floatX`` is float64, but this library's functions need it enabled.
-    """
+    """Set JAX's precision, within a ``with`` block, to that of PyTensor's ``floatX``, for which models are compiled."""
     jax, pytensor = sys.modules.get("jax"), sys.modules.get("pytensor")
     if jax is None or pytensor is None:  # nothing is compiled yet, and PyTensor then sets the flag itself
         yield

@@ -83,10 +83,7 @@ class ModelRecorder:
         self._clock_start = None
 
     def train_error(self, count: int, cost: Any, error: Any = None, weight: Any = 1) -> None:
-        """Record the cost of an iteration; ``count`` is an argument of Theano-MPI, and ignored.
-
-        ``weight`` is the number of items over which cost and error are means.  A cost of weight 0 is ignored.
-        """
+        """Record the cost of an iteration, a mean over ``weight`` items; a cost of weight 0 is ignored."""
         self.meter.add_loss(cost, weight)
         self._last_weight = weight
         if error is not None:
@@ -103,10 +100,7 @@ class ModelRecorder:
         self._last_weight = 0
 
     def val_error(self, count: int, cost: Any, error: Any = None, error_top_5: Any = None, rows: float = 1) -> None:
-        """Add the means of a batch to the sums of the validation; ``count`` is an argument of Theano-MPI, and ignored.
-
-        ``rows`` is the weight of the batch.  A batch of weight 0 is ignored.
-        """
+        """Add the means of a batch of ``rows`` rows to the validation's sums; a batch of none is ignored."""
         self._validation_weight += rows
         if not rows:
             return

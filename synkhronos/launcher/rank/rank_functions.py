@@ -144,10 +144,7 @@ def train_model(
     arguments: MasterArguments,
     stop_flag: LocalRows,
 ) -> bool:
-    """Train the instance from `build_model`, and call its ``cleanup``; return False if a signal stopped the training.
-
-    ``rule_arrays`` is the shared memory of the rule, by name.
-    """
+    """Train the instance from `build_model`, and call its ``cleanup``; return False if a signal stopped it."""
     launched = LaunchedRank.from_context(context)
     model, variables = launched.model, launched.variables
     assert variables is not None

@@ -37,10 +37,7 @@ for line in sys.stdin.buffer:
 
 
 def start_output_forwarder(rank: int) -> RemoteRecorder:
-    """Start a process that forwards this process's standard output and error to the supervisor.
-
-    Return a recorder that writes to the original standard output, without the forwarder.
-    """
+    """Forward this process's output to the supervisor; return a recorder that writes there directly."""
     stdout_fd = os.dup(1)
     command = [sys.executable, "-ISc", _FORWARDER_CODE, f"{FILE_NAME_MARK}rank-{rank}.log{FILE_NAME_MARK}"]
     reading, writing = os.pipe()

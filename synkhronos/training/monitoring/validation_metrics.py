@@ -39,10 +39,7 @@ class Metric(NamedTuple):
 
 
 def parse_metrics(validate: Any, inputs: Sequence[Any]) -> dict[str, Metric]:
-    """Return the metrics by name, from the argument `validate` of `make_trainer`; ``inputs`` are the model's inputs.
-
-    Metrics without a name are called ``valid_0``, ``valid_1`` and so on.
-    """
+    """Return the metrics of the argument `validate` by name: ``valid_0`` and so on for those without one."""
     if validate is None:
         return {}
     if isinstance(validate, Mapping):

@@ -71,10 +71,7 @@ class StepCommand(_StepCommandFields, Command):
         return "Some steps may have been taken, on some ranks more than on others: broadcast() makes them equal again."
 
     def run(self, rank: Rank) -> tuple[Any, Any] | None:
-        """Take the steps on this rank; return the outputs of the gradient and of the update.
-
-        Return None, without a step, if ``n_steps`` is above 1 and a rank cannot fuse the steps into one launch.
-        """
+        """Take the steps; return the outputs of both functions, or None if some rank can't fuse several steps."""
         gradient, update = self.gradient.make_rank_call(rank), self.update.make_rank_call(rank)
         fused_runner = None
         if self.every_rank_has_rows:
@@ -195,10 +192,7 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
         )
 
     def run(self, rank: Rank) -> tuple[Any, list[Any]] | None:
-        """Take the steps on this rank; return the outputs of the gradient.
-
-        Return None, without a step, if ``n_steps`` is above 1 and a single step has to be taken first, or every time.
-        """
+        """Take the steps; return the gradient's outputs, or None if a single step has to be taken instead."""
         gradient, shard_update, parameter_update = (
             call.make_rank_call(rank) for call in (self.gradient, self.shard_update, self.parameter_update)
         )

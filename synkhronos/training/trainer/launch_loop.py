@@ -88,10 +88,7 @@ class LaunchLoop(BatchLoop):
 
     @abstractmethod
     def launch(self, rows: list[Any]) -> list[tuple[Any, Any]]:
-        """Launch one step per batch, with row indexes ``rows``; return the losses and weights.
-
-        They are those of `TrainFunction.take_weighted_steps`.  Reading a loss waits for its step.
-        """
+        """Launch a step per batch; return losses and weights, as `TrainFunction.take_weighted_steps` does."""
 
     @abstractmethod
     def free_after_launch(self, position_ranges: list[tuple[int, int]], steps: int) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from synkhronos.checks import is_number
 from synkhronos.graph_libraries import GraphLibrary, get_library, is_variable
 from synkhronos.graph_libraries.dependence_analysis import DependenceAnalysis
-from synkhronos.variable_types import Scalar, SharedVariable, Variable, Variables
+from synkhronos.variable_types import Array, Scalar, SharedVariable, Variable, Variables
 
 
 class RuleUpdates(NamedTuple):
@@ -139,9 +139,14 @@ def as_scalar(value: Scalar, like: Variable) -> Variable:
 
 def make_zero_state(param: SharedVariable, name: str) -> SharedVariable:
     """Make a shared variable of zeros, with the dtype, shape, broadcast pattern and device of `param`."""
-    zeros = np.zeros(get_shape(param), param.dtype)
+    zeros, dtype = np.zeros(get_shape(param), param.dtype), str(param.dtype)
+    return make_shared_like(param, zeros, dtype, f"{param.name or 'param'}_{name}")
+
+
+def make_shared_like(param: SharedVariable, value: Array, dtype: str, name: str | None) -> Any:
+    """Make a shared variable with the broadcast pattern and device of `param`."""
     # By the class and the type, since `shared` names the broadcast pattern differently in each library.
-    return type(param)(type=param.type, value=zeros, strict=False, name=f"{param.name or 'param'}_{name}")
+    return type(param)(type=param.type.clone(dtype=dtype), value=np.asarray(value, dtype), strict=False, name=name)
 
 
 def get_shape(param: SharedVariable) -> tuple[int, ...]:

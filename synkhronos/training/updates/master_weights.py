@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 
 from synkhronos.graph_libraries import get_library
-from synkhronos.training.updates.flat_gradient import RuleUpdates, as_gradients, make_zero_state, parse_params
+from synkhronos.training.updates.flat_gradient import (
+    RuleUpdates,
+    as_gradients,
+    make_shared_like,
+    make_zero_state,
+    parse_params,
+)
 from synkhronos.training.updates.update_rule import UpdateRule
 from synkhronos.variable_types import Scalar, SharedVariable, Variables
 
@@ -60,7 +66,7 @@ def master_weights(rule: UpdateRule) -> Any:
         library = get_library(*params)
         tensor = library.tensor
         # While the rule is built, masters have the parameters' names, which predicates of parameters may read.
-        masters = [p if p.dtype != "float16" else _make_master(p) for p in params]
+        masters = [make_shared_like(p, p.get_value(), "float32", p.name) if p.dtype == "float16" else p for p in params]
         grads = [tensor.cast(g, str(np.result_type(g.dtype, m.dtype))) for g, m in zip(grads, masters, strict=True)]
         updates = RuleUpdates(*rule(grads, masters, *args, weight=weight, **kwargs))
         pairs = {m: p for p, m in zip(params, masters, strict=True) if m is not p}
@@ -87,9 +93,3 @@ def master_weights(rule: UpdateRule) -> Any:
     update_masters.__name__ = f"master_weights({getattr(rule, '__name__', type(rule).__name__)})"
     update_masters.__signature__ = inspect.signature(rule)  # type: ignore[attr-defined]
     return update_masters
-
-
-def _make_master(param: SharedVariable) -> Any:
-    """Make a float32 copy of a shared variable."""
-    master_type = param.type.clone(dtype="float32")
-    return type(param)(type=master_type, value=np.asarray(param.get_value(), "float32"), strict=False, name=param.name)

@@ -16,7 +16,13 @@ from typing import Any
 import numpy as np
 
 from synkhronos.graph_libraries import get_library
-from synkhronos.training.updates.flat_gradient import RuleUpdates, as_gradients, as_scalar, parse_params
+from synkhronos.training.updates.flat_gradient import (
+    RuleUpdates,
+    as_gradients,
+    as_scalar,
+    make_shared_like,
+    parse_params,
+)
 from synkhronos.variable_types import SharedVariable, Variable
 
 #: Initial scale: the largest power of two in float16.
@@ -70,11 +76,10 @@ def add_moving_averages(
     has_begun = library.shared(np.zeros((), "float32"), name="ema_has_begun")
     new_values, averages = updates.param_updates.copy(), []
     for p in params:
-        average_type = p.type.clone(dtype=str(np.result_type(p.dtype, np.float32)))
-        value = np.asarray(p.get_value(), average_type.dtype)
-        average = type(p)(type=average_type, value=value, strict=False, name=f"{p.name or 'param'}_ema")
-        old_average = tensor.switch(tensor.eq(has_begun, 0), tensor.cast(p, average_type.dtype), average)
-        new = tensor.cast(updates.param_updates[p], average_type.dtype)
+        dtype = str(np.result_type(p.dtype, np.float32))
+        average = make_shared_like(p, p.get_value(), dtype, f"{p.name or 'param'}_ema")
+        old_average = tensor.switch(tensor.eq(has_begun, 0), tensor.cast(p, dtype), average)
+        new = tensor.cast(updates.param_updates[p], dtype)
         new_values[average] = as_scalar(decay, average) * old_average + as_scalar(1 - decay, average) * new
         averages.append(average)
     new_values[has_begun] = tensor.ones_like(has_begun)
