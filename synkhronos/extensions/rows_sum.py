@@ -23,7 +23,7 @@ import textwrap
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial, reduce
 from typing import Any
 
@@ -41,7 +41,7 @@ from pytensor.tensor.rewriting.basic import register_canonicalize
 from pytensor.tensor.type import float_dtypes
 
 from synkhronos import ranks
-from synkhronos.extensions.chains import find_chain, start_chain_ranks
+from synkhronos.extensions.chains import start_chain_ranks
 from synkhronos.extensions.distributed_rows import DistributedRows
 from synkhronos.extensions.row_slices import PreparedSum
 from synkhronos.extensions.rows_sum_graph import (
@@ -141,12 +141,8 @@ class DistributedSum:
         The parameters: inputs of the terms other than rows and constants.
     float_positions : list of int
         Positions of the parameters that the sum can be differentiated by.
-    interrupts_on_exit : bool
-        Whether a worker's exit raises `WorkerExitInterrupt` rather than `synkhronos.WorkerError`.
     max_chain_ranks : int or None
         Maximal number of ranks of a chain with a process of its own; None for its share.
-    rewrite_before_gradient : callable
-        Rewrites the sum before its gradient is built.
     remote_evaluator : ChainServers or None
         Evaluates for threads that a sampler started, in other processes.
     """
@@ -163,9 +159,7 @@ class DistributedSum:
         replaced = dict(zip([*self.params, *self.rows.variables], [*self._inputs, *self.rows.shareds], strict=True))
         terms = replace_variables(terms, nodes, replaced)
         self.total = pt.sum(terms, dtype=terms.dtype)
-        self.interrupts_on_exit = False
         self.max_chain_ranks: int | None = None
-        self.rewrite_before_gradient: Callable[[Any], Any] = _canonicalize
         self.remote_evaluator: Any = None
         self._lock = threading.RLock()
         self._prepared_sums: dict[Function, PreparedSum] = {}
@@ -176,6 +170,13 @@ class DistributedSum:
 
     def __reduce__(self) -> Any:
         return _get_sum, (self._key, self.name)
+
+    def rewrite_before_gradient(self, total: Any) -> Any:
+        """Rewrite the sum before its gradient is built."""
+        return rewrite_graph(total, include=("canonicalize", "stabilize"))
+
+    def stop_at_exit(self, error: ranks.WorkerError) -> None:
+        """Do nothing before the error of a worker is raised."""
 
     # -- functions on the ranks ------------------------------------------------------------------------------
 
@@ -322,11 +323,8 @@ class DistributedSum:
                         raise check.exc_type(check.msg)
                 joined = call(holds)
         except ranks.WorkerError as error:
-            session = self.rows.session
-            # A chain's process reports the error to PyMC, which ends the other chains.
-            if not self.interrupts_on_exit or session is not None and session.close_reason is None or find_chain():
-                raise
-            stop_sampler(error, self if session is None else session)
+            self.stop_at_exit(error)
+            raise
         except NotImplementedError as error:
             raise NotImplementedError(
                 f"{self.name}: JAX mode, which GPUs need, lacks an operation: {textwrap.shorten(str(error), 150)}. "
@@ -544,7 +542,3 @@ def _check_terms(terms: Variable) -> Any:
     if terms.dtype not in float_dtypes:
         raise TypeError(f"terms: expected floats, got {terms.dtype}")
     return terms
-
-
-def _canonicalize(total: Any) -> Any:
-    return rewrite_graph(total, include=("canonicalize", "stabilize"))

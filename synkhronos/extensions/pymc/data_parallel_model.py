@@ -34,7 +34,7 @@ from pytensor.tensor.math import Sum
 
 from synkhronos import ranks
 from synkhronos.devices import NUMPY, get_rank_device
-from synkhronos.extensions.chains import measure_evaluation_rate
+from synkhronos.extensions.chains import find_chain, measure_evaluation_rate
 from synkhronos.extensions.pymc import chain_servers
 from synkhronos.extensions.pymc.logistic import simplify_logistic
 from synkhronos.extensions.pymc.row_restrictor import NotRowwiseError, RowRestrictor
@@ -43,6 +43,7 @@ from synkhronos.extensions.pymc.rowwise_scan import restrict_scan
 from synkhronos.extensions.pymc.xla_samplers import wrap_samplers
 from synkhronos.extensions.rows_sum import DistributedSum, SumOverRows
 from synkhronos.extensions.rows_sum_graph import replace_variables
+from synkhronos.extensions.sampler_threads import stop_sampler
 from synkhronos.graph_libraries import get_library
 from synkhronos.variable_types import Node, Variable
 
@@ -171,6 +172,20 @@ class DataParallelModel(pm.Model):
             distributed_sum.max_chain_ranks = count
 
 
+class _ModelSum(DistributedSum):
+    """Sum of a model's terms: after a worker's exit, PyMC's samplers return the draws so far, as after Ctrl-C."""
+
+    def rewrite_before_gradient(self, total: Any) -> Any:
+        """Rewrite the sum as PyMC does."""
+        return rewrite_pregrad(total)
+
+    def stop_at_exit(self, error: ranks.WorkerError) -> None:
+        """Stop the sampler if the session has ended, unless this is a chain's process, which reports the error."""
+        session = self.rows.session
+        if (session is None or session.close_reason is not None) and not find_chain():
+            stop_sampler(error, self if session is None else session)
+
+
 def _check_pathfinder() -> None:
     """Raise ValueError if pymc-extras' pathfinder is calling, with paths in processes of their own.
 
@@ -275,10 +290,7 @@ def _sum_rows_on_ranks(model: pm.Model, terms: Variable, shape: Any, name: str) 
         int(shape[0]),
         {CheckParameterValue: restrict_check, MinibatchOp: _reject_minibatch, Scan: restrict_scan},
     )
-    distributed_sum = DistributedSum(terms, rows, name, model.value_vars)
-    # PyMC's samplers return the draws so far, as after Ctrl-C.
-    distributed_sum.interrupts_on_exit = True
-    distributed_sum.rewrite_before_gradient = rewrite_pregrad
+    distributed_sum = _ModelSum(terms, rows, name, model.value_vars)
     return SumOverRows(distributed_sum)(*distributed_sum.params)
 
 
