@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from synkhronos.extensions.row_slices import SlicedSum, plan_queued_slices, plan
 from synkhronos.graph_libraries import get_library
 from synkhronos.ranks import Command, Rank, Session
 
-__all__ = ["DistributedRows", "PickedRows", "get_rows"]
+__all__ = ["ComputedRows", "DistributedRows", "get_rows", "get_values"]
 
 #: Maximal number of elements of an array that an evaluation compares with the scattered ones.  Of a larger array it
 #: compares a sample: rows and elements at equal distances.  Reading more would delay each evaluation, as nearly each
@@ -36,24 +36,19 @@ _MAX_COMPARED_SIZE = 1 << 15
 _SAMPLE_SIZE = 1 << 12
 
 
-class PickedRows:
-    """Fixed selection of the rows of an array or a shared variable, whose values may change.
+class ComputedRows:
+    """Rows that are computed from arrays and shared variables, and again when one of these has changed.
 
     Parameters
     ----------
-    source : ndarray or shared variable
-    selections : sequence of ndarray or slice
-        Indexes of axis 0.  Each selects from the rows that the one before has selected.
+    sources : sequence of ndarray or shared variable
+        The data that the rows depend on.
+    compute : callable
+        Returns the rows of the sources' current values.
     """
 
-    def __init__(self, source: Any, selections: Sequence[Any]):
-        self.source, self.selections = source, selections
-
-    def select(self, values: np.ndarray) -> np.ndarray:
-        """Return the selected rows of a value of the source."""
-        for selection in self.selections:
-            values = values[selection]
-        return values
+    def __init__(self, sources: Sequence[Any], compute: Callable[[], Any]):
+        self.sources, self.compute = list(sources), compute
 
 
 class DistributedRows:
@@ -101,18 +96,18 @@ class DistributedRows:
 
         ``device`` computes the functions of ``distributed_sum``, whose rows these are.
         """
-        arrays = [_get_values(source) for source in self._sources]
+        arrays = self._list_arrays()
         # The process of a chain only samples, so its copies of the arrays do not change.
         samples = [] if self.inherited else [_take_sample(values) for values in arrays]
         is_unchanged = self.session is session and samples == self._samples
         if is_unchanged and all(map(operator.is_, arrays, self._scattered)):
             return False
-        rows = [_select_rows(source, values) for source, values in zip(self._sources, arrays, strict=True)]
+        has_inherited = len(self.inherited) > 0 and all(map(operator.is_, arrays, self._inherited_values))
+        rows = self.inherited if has_inherited else list(map(get_rows, self._sources))
         count = _check_lengths(self.variables, rows)
         self._session = None  # an error may leave some of the rows as they were
         self.slice_bounds, self.ranks_have_all = [], False
         if count:
-            has_inherited = len(self.inherited) > 0 and all(map(operator.is_, arrays, self._inherited_values))
             if has_inherited and session.has_forked_workers:
                 with session.call_lock:
                     session.begin_call()
@@ -130,9 +125,17 @@ class DistributedRows:
 
     def inherit(self) -> None:
         """Keep the rows for ranks that this process forks next."""
-        self._inherited_values = [_get_values(source) for source in self._sources]
-        rows = map(_select_rows, self._sources, self._inherited_values)
+        self._inherited_values = self._list_arrays()
+        rows = map(get_rows, self._sources)
         self.inherited = [v if isinstance(v, Data) else np.ascontiguousarray(v) for v in rows]
+
+    def _list_arrays(self) -> list[Any]:
+        """Return the arrays that the rows depend on; the same objects until ``set_value`` is called."""
+        return [
+            get_values(data)
+            for source in self._sources
+            for data in (source.sources if isinstance(source, ComputedRows) else [source])
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +173,8 @@ def _check_rows(rows: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _check_row_values(variable: Variable, value: Any) -> Any:
-    if isinstance(value, SharedVariable | PickedRows | Data):
-        source = value.source if isinstance(value, PickedRows) else value
-        kind = source.type if isinstance(source, SharedVariable) else source
+    if isinstance(value, SharedVariable | ComputedRows | Data):
+        kind = value.type if isinstance(value, SharedVariable) else get_rows(value)
         if (kind.dtype, kind.ndim) != (variable.dtype, variable.ndim):
             raise TypeError(
                 f"rows: {describe(variable)} needs values of {variable.dtype} and {variable.ndim} dimensions, got "
@@ -196,19 +198,14 @@ def _check_lengths(variables: Iterable[Variable], values: Sequence[Any]) -> int:
     return min(lengths.values())
 
 
-def _get_values(source: Any) -> Any:
-    """Return the current values, before rows are selected; the same object until ``set_value`` is called."""
-    source = source.source if isinstance(source, PickedRows) else source
-    return source.get_value(borrow=True) if isinstance(source, SharedVariable) else source
-
-
-def _select_rows(source: Any, values: Any) -> Any:
-    return source.select(values) if isinstance(source, PickedRows) else values
-
-
 def get_rows(source: Any) -> Any:
-    """Return the current rows of an array, a shared variable, a `Data` or a `PickedRows`."""
-    return _select_rows(source, _get_values(source))
+    """Return the current rows of an array, a shared variable, a `Data` or a `ComputedRows`."""
+    return source.compute() if isinstance(source, ComputedRows) else get_values(source)
+
+
+def get_values(data: Any) -> Any:
+    """Return the current array of a shared variable; or an array or a `Data` as it is."""
+    return data.get_value(borrow=True) if isinstance(data, SharedVariable) else data
 
 
 def _take_sample(values: Any) -> Any:

@@ -74,7 +74,7 @@ def sum_over_rows(terms: Variable, rows: Mapping[Any, Any], name: str | None = N
     terms : variable
         Float, of any shape: all its elements are added.  The terms of a row may depend on that row and on parameters,
         but not on other rows.
-    rows : dict of variable to array_like, Data, shared variable or PickedRows
+    rows : dict of variable to array_like, Data, shared variable or ComputedRows
         The values of each symbolic input of `terms` that has rows.  Axis 0 runs along the rows; all have the same
         length.
     name : str, optional

@@ -143,7 +143,7 @@ def test_set_data_reaches_the_next_chains(fork):
     fork(2)
     with pm.Model() as model:
         observed = pm.Data("observed", np.arange(6.0))
-        pm.Normal("y", pm.Normal("center"), 1, observed=observed)
+        pm.Normal("y", pm.Normal("center"), pm.math.exp(observed / 9), observed=observed)
     parallel = data_parallel(model)
     for values in (np.arange(6.0), np.arange(4.0) - 3):
         with model:

@@ -11,7 +11,7 @@ pytensor = pytest.importorskip("pytensor", reason="it is about PyTensor's graphs
 import pytensor.tensor as pt  # noqa: E402
 from pytensor import sparse  # noqa: E402
 
-from synkhronos.extensions.distributed_rows import PickedRows, get_rows  # noqa: E402
+from synkhronos.extensions.distributed_rows import ComputedRows, get_rows  # noqa: E402
 from synkhronos.extensions.pymc.row_restrictor import NotRowwiseError  # noqa: E402
 from synkhronos.extensions.pymc.rowwise import make_rowwise  # noqa: E402
 
@@ -22,6 +22,7 @@ REVERSED = np.arange(N)[::-1].copy()
 x, y, group, kind = pt.constant(X), pt.constant(Y), pt.constant(GROUP), pt.constant(KIND)
 SPARSE = csr_matrix(np.where(X > -0.5, X, 0))
 shared_x, longer = pytensor.shared(X, "shared_x"), pytensor.shared(np.append(Y, 0.5), "longer")
+square = pytensor.shared(RNG.normal(size=(N, N)), "square")
 a, w, m, offsets = pt.dscalar("a"), pt.dvector("w"), pt.dmatrix("m"), pt.dvector("offsets")
 VALUES = {a: 0.7, w: RNG.normal(size=3), m: RNG.normal(size=(4, 3)), offsets: RNG.normal(size=N)}
 
@@ -56,6 +57,9 @@ GOOD = {
     "reversed": (y * a)[::-1],
     "rows and columns of longer rows": (pt.constant(np.tile(X, (2, 1))) * w)[5 : N + 5, 1],
     "rows picked from what may change": pt.exp(shared_x * a)[REVERSED],
+    "rows on axis 1 of what may change": (pytensor.shared(X.T) * a).T.sum(axis=1),
+    "rows on both axes of what may change": (square * a).sum(axis=0) + (square * w[0])[:, 1],
+    "joined rows that may change": pt.concatenate([longer[:4], y[4:]]) * a,
     "differences of what may change": longer[1:] - longer[:-1] * a,
     "a column that is set": pt.set_subtensor((x * a)[:, 1], y)[:, 1] + x[:, 0],
     "columns that grow": pt.inc_subtensor(pt.zeros((N, 3))[:, 1:], x[:, :2] * a).sum(axis=1) * x[:, 0],
@@ -111,7 +115,7 @@ def test_make_rowwise_picks_rows_of_current_values():
     x = pytensor.shared(X)
     _, rows = make_rowwise((x @ w)[REVERSED][::-1], N)
     (picked,) = rows.values()
-    assert isinstance(picked, PickedRows) and picked.source is x
+    assert isinstance(picked, ComputedRows) and picked.sources == [x]
     x.set_value(X + 1)
     np.testing.assert_array_equal(get_rows(picked), X + 1)
 
@@ -121,9 +125,27 @@ def test_make_rowwise_folds_constants():
     rowwise, rows = make_rowwise(terms, N)
     assert not any("Gammaln" in str(node.op) for node in pytensor.graph.traversal.applys_between([], [rowwise]))
     np.testing.assert_allclose(sorted(map(np.sum, rows.values())), sorted([Y.sum(), gammaln(np.exp(Y) + 1).sum()]))
-    # A shared variable may change, so it is not folded.
-    rowwise, rows = make_rowwise(pt.exp(shared_x).sum(axis=1) * a, N)
-    assert list(rows.values()) == [shared_x]
+
+
+def test_make_rowwise_computes_functions_of_data_from_current_values():
+    x, y = pytensor.shared(X), pytensor.shared(Y)
+    terms = a * pt.gammaln(pt.exp(y) + 1) + (x - x.mean(axis=0)) @ w + x @ w + y[::-1]
+    rowwise, rows = make_rowwise(terms, N)
+    assert not any("Gammaln" in str(node.op) for node in pytensor.graph.traversal.applys_between([], [rowwise]))
+    assert x in rows.values()
+    for length in (N, N + 2):
+        x.set_value(RNG.normal(size=(length, 3)))
+        y.set_value(RNG.normal(size=length))
+        values = list(map(get_rows, rows.values()))
+        actual = pytensor.function([a, w, *rows], rowwise)(VALUES[a], VALUES[w], *values)
+        np.testing.assert_allclose(actual, pytensor.function([a, w], terms)(VALUES[a], VALUES[w]), rtol=1e-12)
+
+
+def test_make_rowwise_leaves_large_functions_of_data_to_the_ranks():
+    """They would need more memory than the data."""
+    y = pytensor.shared(Y)
+    _, rows = make_rowwise(pt.exp(y[:, None] * np.arange(1.0, 20)) @ (a * np.ones(19)), N)
+    assert y in rows.values()
 
 
 def test_make_rowwise_ignores_constant_columns():
@@ -145,7 +167,7 @@ BAD = {
     "a mean over rows": ((y * a) - (y * a).mean(), N, "needs all rows at once"),
     "softmax over rows": (pt.special.softmax(y * a), N, "mixes rows"),
     "softmax over all": (pt.special.softmax(x * a, axis=None), N, "mixes rows"),
-    "joined rows whose lengths may change": (pt.concatenate([longer[:4], y[4:]]) * a, N, "mixes rows"),
+    "joined rows whose lengths may change": (pt.concatenate([longer[:4] * a, y[4:]]), N, "mixes rows"),
     "sorted": (pt.sort(y * a), N, "not known to work row by row"),
     "rows that are set": (pt.set_subtensor((y * a)[:2], 0.0), N, "mixes rows"),
     "rows picked by what may change": ((y * a)[pytensor.shared(REVERSED)], N, "needs all rows at once"),
@@ -167,9 +189,3 @@ def test_make_rowwise_refuses_graphs_that_mix_rows(case):
     terms, length, message = BAD[case]
     with pytest.raises(NotRowwiseError, match=re.escape(message)):
         make_rowwise(terms, length)
-
-
-def test_make_rowwise_refuses_shared_rows_on_axis_1():
-    wide = pytensor.shared(X.T, "wide")
-    with pytest.raises(NotRowwiseError, match="'wide' has its rows on axis 1"):
-        make_rowwise((wide * a).T.sum(axis=1), N)

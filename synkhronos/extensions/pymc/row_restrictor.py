@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, KeysView
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from pytensor.tensor.math import All
 from pytensor.tensor.shape import Shape, Shape_i
 from pytensor.tensor.subtensor import IncSubtensor
 
-from synkhronos.extensions.distributed_rows import PickedRows
+from synkhronos.extensions.distributed_rows import ComputedRows, get_values
 from synkhronos.graph_libraries import get_library
 from synkhronos.variable_types import Node, Variable
 
@@ -48,7 +48,7 @@ class RowRestrictor:
 
     Attributes
     ----------
-    rows_by_placeholder : dict of variable to ndarray, shared variable or `PickedRows`
+    rows_by_placeholder : dict of variable to ndarray, shared variable or `ComputedRows`
         The data found so far, by the input that replaces them.
     n_rows_variable : variable
         Integer scalar: the number of rows that are computed.
@@ -75,6 +75,7 @@ class RowRestrictor:
         self._restricted: dict[tuple[Any, int], Any] = {}
         self._placeholders: dict[Any, Any] = {}
         self._values: dict[Any, Any] = {}
+        self._data: dict[Any, ComputedRows | None] = {}
         self._row_numbers = pt.constant(np.arange(length))
 
     def restrict(self, variable: Variable, axis: int) -> Any:
@@ -82,9 +83,20 @@ class RowRestrictor:
         restricted = self._restricted.get((variable, axis))
         if restricted is None:
             folded = self.fold_row_constants(variable)
-            restrict = self._restrict_data if folded.owner is None else self._restrict_computed
-            restricted = self._restricted[variable, axis] = restrict(folded, axis)
+            restricted = self._restricted[variable, axis] = self._restrict_folded(folded, axis)
         return restricted
+
+    def _restrict_folded(self, variable: Variable, axis: int) -> Any:
+        """Restrict a variable by the rule of its operation, or replace it by an input if it is data."""
+        node = variable.owner
+        # A view of data is left to the ranks, which need no copy for it.
+        if node is not None and (node.op.view_map or not self._has_data_rows(variable, axis)):
+            try:
+                return self._restrict_computed(variable, axis)
+            except NotRowwiseError:
+                if not self._has_data_rows(variable, axis):
+                    raise
+        return self._restrict_data(variable, axis)
 
     def restrict_or_broadcast(self, variable: Variable, axis: int) -> Any:
         """Restrict `variable` unless it has length 1 along `axis`, and so is broadcast over the rows."""
@@ -147,6 +159,7 @@ class RowRestrictor:
     def use_data_of(self, other: RowRestrictor) -> None:
         """Add the data that are found to those of another restrictor, for the same number of computed rows."""
         self.rows_by_placeholder, self.n_rows_variable = other.rows_by_placeholder, other.n_rows_variable
+        self._data = other._data
 
     def find_row_axis(self, variable: Variable) -> int | None:
         """Return the axis of `variable` that runs along the rows; None if the search has not found one so far."""
@@ -176,6 +189,8 @@ class RowRestrictor:
             if inner.owner is not None and isinstance(inner.owner.op, MakeVector):
                 return reduce(pt.and_, map(self.restrict_condition, inner.owner.inputs))
             axis = self.find_row_axis(inner)
+            if axis is None:
+                axis = next((i for i in range(inner.type.ndim) if self._has_data_rows(inner, i)), None)
             if axis is not None:
                 return pt.all(self.restrict(inner, axis))
         return variable
@@ -216,38 +231,65 @@ class RowRestrictor:
 
     def _is_row_constant(self, variable: Variable) -> bool:
         """Whether a variable is computed from constants only, and a constant has an axis of the number of rows."""
-        # An AllocEmpty, into which a loop writes its states, has no values that could be folded.
-        is_inc_subtensor = isinstance(variable.owner.op, IncSubtensor)
-        if is_computed_by(variable.owner.inputs[0] if is_inc_subtensor else variable, AllocEmpty):
-            return False
         leaves = list_leaves([variable])
-        return all(isinstance(v, Constant) for v in leaves) and any(
-            isinstance(v.type, TensorType) and self.length in np.shape(v.data) for v in leaves
+        return (
+            not _is_uninitialized(variable)
+            and all(isinstance(v, Constant) for v in leaves)
+            and any(isinstance(v.type, TensorType) and self.length in np.shape(v.data) for v in leaves)
         )
 
+    def _find_data(self, variable: Variable) -> ComputedRows | None:
+        """Return the values of a variable that is data or computed from data only; None if it is neither.
+
+        They are computed when rows are sent, and not by the ranks at each evaluation.  Values with more elements than
+        the data from which they are computed would take much memory: None as well.
+        """
+        if variable not in self._data:
+            self._data[variable] = self._make_data(variable)
+        return self._data[variable]
+
+    def _make_data(self, variable: Variable) -> ComputedRows | None:
+        leaves = list_leaves([variable])
+        if not all(isinstance(leaf, Constant) or is_shared_array(leaf) for leaf in leaves):
+            return None
+        if variable.owner is None:
+            source = variable.data if isinstance(variable, Constant) else variable
+            return ComputedRows([source], partial(get_values, source))
+        shareds = list(filter(is_shared_array, leaves))
+        if not shareds or _is_uninitialized(variable):
+            return None
+        data = ComputedRows(shareds, pytensor.function([], variable, mode="FAST_COMPILE"))
+        return data if np.size(data.compute()) <= sum(np.size(get_values(shared)) for shared in shareds) else None
+
+    def _has_data_rows(self, variable: Variable, axis: int) -> bool:
+        """Whether a variable is computed from data only, and `axis` has the number of rows."""
+        data = self._find_data(variable)
+        return data is not None and np.shape(data.compute())[axis] == self.length
+
     def _restrict_data(self, variable: Variable, axis: int) -> Any:
-        """Replace a constant or shared variable by an input for its rows."""
-        if not isinstance(variable, Constant | SharedVariable):
+        """Replace a constant or shared array, or a variable that is computed from these, by an input for its rows."""
+        data = self._find_data(variable)
+        if data is None:
             if self.allow_row_parameters and variable.type.shape[axis] in (None, self.length):
                 row_numbers = self.restrict(self._row_numbers, 0)
                 return variable[(*[slice(None)] * axis, row_numbers)]
             raise NotRowwiseError(f"{describe_variable(variable)} has an element for each row, but is not data")
-        values = variable.data if isinstance(variable, Constant) else variable
-        shape = _get_shape(variable)
+        shape = np.shape(data.compute())
         if shape[axis] != self.length:
             raise NotRowwiseError(f"{describe_variable(variable)} has shape {shape}, but there are {self.length} rows")
-        if axis and isinstance(variable, SharedVariable):
-            raise NotRowwiseError(f"{describe_variable(variable)} has its rows on axis {axis}: put them on axis 0")
         # An array that is passed twice is sent once.  PyTensor merges equal constants, too, so that they cancel.
-        key = variable
-        if isinstance(values, np.ndarray):
-            key = values.__array_interface__["data"], values.shape, values.strides, variable.type, axis
+        key: Any = variable, axis
+        if isinstance(variable, Constant):
+            array = variable.data
+            key = array.__array_interface__["data"], array.shape, array.strides, variable.type, axis
         if key in self._placeholders:
             return self._placeholders[key]
         lengths = [None, *(length for i, length in enumerate(variable.type.shape) if i != axis)]
         placeholder = TensorType(variable.type.dtype, tuple(lengths))(variable.name)
-        values = np.moveaxis(values, axis, 0) if axis else values
-        self.rows_by_placeholder[placeholder] = PickedRows(values, self.selections) if self.selections else values
+        rows: Any = ComputedRows(data.sources, partial(_pick_rows, data.compute, axis, self.selections))
+        if variable.owner is None and not axis and not self.selections:
+            (rows,) = data.sources
+        self.rows_by_placeholder[placeholder] = rows
         self._placeholders[key] = pt.moveaxis(placeholder, 0, axis) if axis else placeholder
         return self._placeholders[key]
 
@@ -269,6 +311,20 @@ class RowRestrictor:
         raise NotRowwiseError(
             f"{describe_variable(variable)} is computed by {node.op}, which is not known to work row by row"
         )
+
+
+def _pick_rows(compute: Callable[[], Any], axis: int, selections: tuple[Any, ...]) -> np.ndarray:
+    """Return the rows along an axis that indexes select one after another, as axis 0."""
+    rows = np.moveaxis(compute(), axis, 0)
+    for selection in selections:
+        rows = rows[selection]
+    return rows
+
+
+def _is_uninitialized(variable: Variable) -> bool:
+    """Whether a variable is memory without values, such as that into which a loop writes its states."""
+    is_inc_subtensor = is_computed_by(variable, IncSubtensor)
+    return is_computed_by(variable.owner.inputs[0] if is_inc_subtensor else variable, AllocEmpty)
 
 
 def _list_possible_lengths(values: Any, axis: int) -> list[int]:

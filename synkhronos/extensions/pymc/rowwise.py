@@ -41,7 +41,7 @@ def make_rowwise(
     -------
     terms : variable
         Computed from symbolic inputs for the rows, and from parameters.
-    rows : dict of variable to ndarray, shared variable or PickedRows
+    rows : dict of variable to ndarray, shared variable or ComputedRows
         The values of these inputs, for `synkhronos.extensions.rows_sum.sum_over_rows`.
 
     Raises
