@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 from pytensor.graph.basic import Apply, Constant
+from pytensor.ifelse import IfElse
 from pytensor.printing import debugprint
 from pytensor.scalar.basic import AND, OR, Add, Mul, ScalarMaximum, ScalarMinimum, ScalarOp
 from pytensor.scan.op import Scan
@@ -81,6 +82,7 @@ def register_lowerings() -> None:
     jax_funcify.register(Scan)(_expand_sequences(jax_funcify.dispatch(Scan)))
     for base in (Alloc, AllocEmpty, Eye, Scan):
         jax_funcify.register(base)(_require_known_shape(jax_funcify.dispatch(base)))
+    jax_funcify.register(IfElse)(_keep_common_lengths(jax_funcify.dispatch(IfElse)))
     jax_funcify.register(Reshape)(_lower_reshape)
     jax_funcify.register(ARange)(_lower_arange)
     jax_funcify.register(Split)(_lower_split)
@@ -191,6 +193,27 @@ def _require_known_shape(lowering: Callable[..., Any]) -> Callable[..., Any]:
                 _require_known(inputs[i], node.inputs[i])
             values = [_to_number_or_array(value) if i in shape_positions else value for i, value in enumerate(inputs)]
             return compute(*values)
+
+        return run
+
+    return funcify
+
+
+def _keep_common_lengths(lowering: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap IfElse's lowering: a length or shape that both branches have is known for any condition."""
+
+    def funcify(op: Op, node: Node = None, **kwargs: Any) -> ArrayFunction:
+        default = lowering(op, node=node, **kwargs)
+
+        def run(condition: Any, *branches: Any) -> Any:
+            pairs = list(zip(branches[: op.n_outs], branches[op.n_outs :], strict=True))
+            common = [_is_known(pair) and np.array_equal(*pair) for pair in pairs]
+            if not any(common):
+                return default(condition, *branches)
+            if op.n_outs == 1:
+                return pairs[0][0]
+            results = default(condition, *branches)
+            return [pair[0] if same else result for pair, same, result in zip(pairs, common, results, strict=True)]
 
         return run
 

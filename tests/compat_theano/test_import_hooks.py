@@ -386,6 +386,20 @@ def test_abstract_convolution_ops_equal_the_functions(mode):
         np.testing.assert_allclose(result, value)
 
 
+def test_conv3d2d_equals_its_definition():
+    import theano.tensor as T
+    from theano.tensor.nnet import conv3d2d
+
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(2, 4, 3, 5, 4)), rng.normal(size=(2, 2, 3, 2, 3))
+    expected = sum(
+        np.einsum("btchw,fc->btfhw", x[:, t : t + 3, :, i : i + 4, j : j + 2], w[:, 1 - t, :, 1 - i, 2 - j])
+        for t, i, j in np.ndindex(2, 2, 3)
+    )
+    for shapes in ((), (x.shape, w.shape)):
+        np.testing.assert_allclose(conv3d2d.conv3d(T.constant(x), T.constant(w), *shapes).eval(), expected)
+
+
 @pytest.mark.parametrize("mode", ["FAST_COMPILE", pytest.param("JAX", marks=NEEDS_JAX)])
 def test_xlogx_and_xlogy0_equal_theano(mode):
     from theano.tensor.xlogx import xlogx

@@ -8,6 +8,7 @@ pytest.importorskip("jax")
 
 import theano
 import theano.tensor as T
+from theano.ifelse import ifelse
 from theano.tensor.shared_randomstreams import RandomStreams
 
 # PyTensor's JAX mode warns that it leaves out assertions and copies generators.
@@ -53,6 +54,25 @@ def test_full_batches_share_one_compilation(x, i):
     assert count_compilations(f) == 1
     assert f(2).shape == (6,)  # the last batch is smaller
     assert count_compilations(f) == 2
+
+
+@pytest.mark.parametrize("n_outputs", [1, 2])
+def test_lengths_that_both_branches_have_are_known(n_outputs):
+    x, condition = T.dmatrix("x"), T.lscalar("condition")
+    pairs = [(x * 2, x + 1), (x.sum(), x.mean())][:n_outputs]
+    branches = zip(*pairs, strict=True)
+    chosen, *others = ifelse(condition, *map(list, branches))
+    flat = chosen.reshape((chosen.shape[0] * chosen.shape[1],)) + sum(others)
+    compare_modes([x, condition], flat, (X, 0), (X, 1), (X[:3], 1))
+
+
+def test_lengths_that_differ_between_branches_are_refused():
+    x, condition = T.dmatrix("x"), T.lscalar("condition")
+    rows = ifelse(condition, x, x[:2])
+    f = compile_function([x, condition], T.zeros(rows.shape[0]))
+    with pytest.raises(NotImplementedError, match="depends on the values of arrays"):
+        f(X, 1)
+    assert f(X[:2], 1).shape == (2,)  # here, both branches have two rows
 
 
 def test_mean_and_length_are_those_of_the_selected_rows(x, i):
