@@ -129,10 +129,10 @@ class Data:
         return iter(self.data)
 
     def __getitem__(self, key: Any) -> Any:
-        return self.data[key]
+        return self.data[_check_key(key)]
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self.data[key] = cast(value, self._dtype, "value")
+        self.data[_check_key(key)] = cast(value, self._dtype, "value")
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         return as_numpy(self.data, dtype, copy)
@@ -428,6 +428,16 @@ def as_numpy(array: np.ndarray, dtype: npt.DTypeLike | None, copy: bool | None) 
             raise ValueError(f"a cast from {array.dtype} to {np.dtype(dtype)} needs a copy")
         return array.astype(dtype)
     return array.copy() if copy else array
+
+
+def _check_key(key: Any) -> Any:
+    """Return an index; raise TypeError for a bool, for which NumPy selects no rows, or adds an axis."""
+    if isinstance(key, bool):
+        raise TypeError(
+            f"index: expected numbers, slices or a mask, got {key}; d == value compares no items of a Data object d: "
+            "d.data == value does"
+        )
+    return key
 
 
 def _to_dtype(dtype: npt.DTypeLike) -> np.dtype:

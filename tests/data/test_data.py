@@ -216,6 +216,17 @@ def test_data_slices_are_views():
     assert d.data.tolist() == [0.0, 5.0, 5.0, 0.0]
 
 
+def test_data_index_may_not_be_a_comparison_of_objects():
+    """NumPy would select no rows by ``x[False]``, and set none."""
+    x, labels = synk.data(np.ones((3, 2))), synk.data([0, 1, 0])
+    with pytest.raises(TypeError, match="d.data == value"):
+        x[labels == 0]
+    with pytest.raises(TypeError, match="d.data == value"):
+        x[labels == 0] = 5
+    x[labels.data == 0] = 5
+    assert x[labels.data == 0].tolist() == [[5, 5], [5, 5]] and x[1].tolist() == [1, 1]
+
+
 @pytest.mark.parametrize("index", [5, -6, (0, 0), [5], "a"])
 def test_data_index_errors_are_numpys(index):
     with pytest.raises(IndexError):
