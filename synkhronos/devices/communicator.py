@@ -83,7 +83,7 @@ class Communicator(ABC):
     ) -> None:
         """Copy rank r's array into the root's ``out[r]``; None stands for a rank that contributes or gets nothing.
 
-        In host memory, ``array`` may be a device's `Device.as_bytes` of an array.
+        In host memory, ``array`` may be a device's ``Device.as_bytes`` of an array.
         """
 
     @abstractmethod
