@@ -147,7 +147,11 @@ class CallInputWriter:
             if any(not np.array_equal(select_rows(batch, length), rows) for length in set(lengths) - {min(lengths)}):
                 raise ValueError(
                     f"{self.computation.name}: scattered inputs need equally many rows, got {lengths}"
-                    + ("" if batch is None else f", and batch={_describe_value(batch)} selects different rows of them")
+                    + (
+                        "; put an input that every rank needs whole into bcast_inputs"
+                        if batch is None
+                        else f", and batch={_describe_value(batch)} selects different rows of them"
+                    )
                 )
         first_row = find_min_row(rows) if any(isinstance(v, Data) and v.minibatch for v in values) else 0
         for i, value in enumerate(values):
