@@ -192,10 +192,11 @@ def _check_row_values(variable: Variable, value: Any) -> Any:
 
 def _check_lengths(variables: Iterable[Variable], values: Sequence[Any]) -> int:
     """Return the number of rows; raise ValueError if it differs between the values."""
-    lengths = {describe(variable): len(array) for variable, array in zip(variables, values, strict=True)}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(f"rows: expected the same number of rows for each input, got {lengths}")
-    return min(lengths.values())
+    lengths = list(map(len, values))
+    if len(set(lengths)) > 1:
+        named = dict(zip(map(describe, variables), lengths, strict=True))
+        raise ValueError(f"rows: expected the same number of rows for each input, got {named}")
+    return lengths[0]
 
 
 def get_rows(source: Any) -> Any:

@@ -829,6 +829,10 @@ def test_set_data_reaches_functions_of_data(two_ranks_per_test):
         with parallel:
             pm.set_data({"x": 2 * X[:n] ** 2, "counts": COUNTS[:n] + 1})
         check_equal(parallel, model)
+    with model:
+        pm.set_data({"counts": COUNTS})
+    with pytest.raises(ValueError, match=f"same number of rows for each input, got .*'counts'.*: {N}"):
+        parallel.compile_logp(**COMPILE_KWARGS)(make_points(model)[0])
 
 
 @pytest.mark.parametrize("count", [0, 1])

@@ -285,7 +285,9 @@ class RowRestrictor:
         if key in self._placeholders:
             return self._placeholders[key]
         lengths = [None, *(length for i, length in enumerate(variable.type.shape) if i != axis)]
-        placeholder = TensorType(variable.type.dtype, tuple(lengths))(variable.name)
+        # Errors name rows that are computed from data by the data.
+        name = variable.name or variable.owner and ", ".join(map(str, data.sources))
+        placeholder = TensorType(variable.type.dtype, tuple(lengths))(name)
         rows: Any = ComputedRows(data.sources, partial(_pick_rows, data.compute, axis, self.selections))
         if variable.owner is None and not axis and not self.selections:
             (rows,) = data.sources
