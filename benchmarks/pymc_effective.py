@@ -22,7 +22,6 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from benchmarks import make_parser
-from benchmarks._hierarchical import N_GROUPS
 from benchmarks._measure import (
     SideError,
     Table,
@@ -32,28 +31,10 @@ from benchmarks._measure import (
     print_heading,
     read_command_lines,
 )
-from benchmarks.pymc_chains import make_negative_binomial
-from benchmarks.pymc_rows import make_logistic
+from benchmarks.pymc_chains import MODELS
 from synkhronos.ranks import count_available_cores
 from synkhronos.ranks.thread_limit import ONE_THREAD
 
-
-def make_student(rows: int, columns: int) -> Any:
-    """Return a robust regression with a costly mean: exponentials and logarithms of all columns of each row."""
-    import pymc as pm
-
-    rng = np.random.default_rng(0)
-    x, group = rng.normal(size=(rows, columns)), rng.integers(0, N_GROUPS, rows)
-    y = np.log1p(np.exp(x)) @ np.linspace(-0.3, 0.3, columns) + 0.5 * rng.standard_t(4, rows)
-    with pm.Model() as model:
-        effects = pm.Normal("effects", 0, pm.HalfNormal("spread"), shape=N_GROUPS)
-        bends = pm.math.log1pexp(pm.Data("x", x) + pm.Normal("shift", 0, 0.1, shape=columns))
-        mean = effects[group] + bends @ pm.Normal("slopes", shape=columns)
-        pm.StudentT("y", nu=4, mu=mean, sigma=pm.HalfNormal("sigma"), observed=y)
-    return model
-
-
-MODELS = {"logistic": make_logistic, "counts": make_negative_binomial, "student": make_student}
 #: For each side the sampler, and whether ranks compute the model.
 SIDES = {
     "PyMC": ("pymc", False),
@@ -70,7 +51,8 @@ def sample(options: argparse.Namespace) -> dict[str, Any]:
     from synkhronos.extensions.pymc import data_parallel
 
     sampler, is_parallel = SIDES[options.side]
-    model = MODELS[options.model](options.rows, options.columns)
+    _, build = MODELS[options.model]
+    model = build(options.rows, options.columns)
     with fork_ranks(options.ranks) if is_parallel else contextlib.nullcontext(), threadpool_limits(1):
         start = perf_counter()
         with data_parallel(model) if is_parallel else model:
