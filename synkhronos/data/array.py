@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
+import numbers
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -129,10 +130,18 @@ class Data:
         return iter(self.data)
 
     def __getitem__(self, key: Any) -> Any:
-        return self.data[_check_key(key)]
+        return self.data[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self.data[_check_key(key)] = cast(value, self._dtype, "value")
+        self.data[key] = cast(value, self._dtype, "value")
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, numbers.Number | np.generic | np.ndarray):
+            # False would pass for "no item is equal": NumPy selects no rows by it, and its mean is 0.
+            raise TypeError("Data objects are not compared item by item: compare the array, d.data == value")
+        return self is other
+
+    __hash__ = object.__hash__
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         return as_numpy(self.data, dtype, copy)
@@ -428,16 +437,6 @@ def as_numpy(array: np.ndarray, dtype: npt.DTypeLike | None, copy: bool | None) 
             raise ValueError(f"a cast from {array.dtype} to {np.dtype(dtype)} needs a copy")
         return array.astype(dtype)
     return array.copy() if copy else array
-
-
-def _check_key(key: Any) -> Any:
-    """Return an index; raise TypeError for a bool, for which NumPy selects no rows, or adds an axis."""
-    if isinstance(key, bool):
-        raise TypeError(
-            f"index: expected numbers, slices or a mask, got {key}; d == value compares no items of a Data object d: "
-            "d.data == value does"
-        )
-    return key
 
 
 def _to_dtype(dtype: npt.DTypeLike) -> np.dtype:

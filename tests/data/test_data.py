@@ -216,15 +216,17 @@ def test_data_slices_are_views():
     assert d.data.tolist() == [0.0, 5.0, 5.0, 0.0]
 
 
-def test_data_index_may_not_be_a_comparison_of_objects():
-    """NumPy would select no rows by ``x[False]``, and set none."""
+@pytest.mark.parametrize("value", [0, 0.5, True, np.float32(0), np.bool_(0), np.array([0, 1, 0])], ids=repr)
+def test_data_is_not_compared_with_numbers(value):
+    """As a comparison of objects, ``labels == 0`` would be False: ``x[labels == 0]`` would select no rows."""
     x, labels = synk.data(np.ones((3, 2))), synk.data([0, 1, 0])
-    with pytest.raises(TypeError, match="d.data == value"):
-        x[labels == 0]
-    with pytest.raises(TypeError, match="d.data == value"):
-        x[labels == 0] = 5
+    for compare in (lambda: labels == value, lambda: labels != value):
+        with pytest.raises(TypeError, match="d.data == value"):
+            compare()
+    assert labels == labels and labels != x and labels != "labels" and labels in {labels: 1} and labels is not None
     x[labels.data == 0] = 5
     assert x[labels.data == 0].tolist() == [[5, 5], [5, 5]] and x[1].tolist() == [1, 1]
+    assert np.mean(np.asarray(labels) == 0) == 2 / 3
 
 
 @pytest.mark.parametrize("index", [5, -6, (0, 0), [5], "a"])
