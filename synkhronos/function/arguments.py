@@ -244,7 +244,10 @@ def _parse_input(library: GraphLibrary, value: object, name: str, allow_downcast
     if library.is_shared(spec.variable):
         raise TypeError(f"{name}: {describe(spec.variable)} is a shared variable and can't be passed")
     if spec.variable.owner is not None:
-        raise ValueError(f"{name}: {describe(spec.variable)} is computed from others and can't be passed")
+        raise ValueError(
+            f"{name}: {describe(spec.variable)} is computed from others and can't be passed; pass a new variable of "
+            "its type, and replace it by that one in givens"
+        )
     if hasattr(spec.variable.type, "format"):
         raise TypeError(
             f"{name}: {describe(spec.variable)} is sparse, and inputs have to be dense arrays: pass its data, "

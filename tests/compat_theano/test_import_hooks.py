@@ -239,9 +239,11 @@ def test_functions_take_theanos_arguments():
 
 
 @pytest.mark.parametrize("mode", ["FAST_COMPILE", pytest.param("JAX", marks=NEEDS_JAX)])
-def test_inputs_have_default_values(mode):
+@pytest.mark.parametrize("describe_input", [theano.In, theano.Param])  # Param is older
+def test_inputs_have_default_values(mode, describe_input):
     x, rate = T.dscalars("x", "rate")
-    f = theano.function([x, theano.In(rate, value=0.5)], x * rate, mode=mode)
+    value = {"value" if describe_input is theano.In else "default": 0.5}
+    f = theano.function([x, describe_input(rate, **value)], x * rate, mode=mode)
     for g in (f, f.copy(), pickle.loads(pickle.dumps(f)) if mode != "JAX" else f):
         assert [g(4), g(4, 2), g(4, rate=3), g(x=4), g(rate=1, x=4), g(4)] == [2, 8, 12, 2, 4, 2]
         with pytest.raises(TypeError, match="Missing input"):

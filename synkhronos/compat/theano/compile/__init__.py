@@ -38,7 +38,12 @@ patch_pytensor()
 from theano.compile import io, ops, sharedvalue
 from theano.compile.mode import FAST_RUN
 
-Param = In
+
+class Param(In):
+    """An input of a function, by Theano's older interface: `default` is the value of `In`."""
+
+    def __init__(self, variable: Any, default: Any = None, name: Any = None, **kwargs: Any):
+        super().__init__(variable, name, default, **kwargs)
 
 
 def function(
