@@ -193,11 +193,15 @@ class JaxDevice(CudaDevice):
 
     def to_numpy(self, value: Array) -> np.ndarray:
         """Convert an array to NumPy, after it has been computed."""
-        if not self.is_on_gpu or value.nbytes <= MAX_FETCH_NBYTES:
+        if not self._is_large(value):
             return np.asarray(value)
         array = np.empty(value.shape, value.dtype)  # JAX's own copy takes twice as long
         self.as_bytes(value).copy_to(array.reshape(-1).view(np.uint8), 0)
         return array
+
+    def _is_large(self, value: Array) -> bool:
+        """Whether an array on a GPU is copied to host memory without JAX."""
+        return bool(self.is_on_gpu and value.nbytes > MAX_FETCH_NBYTES)
 
     def from_numpy(self, array: np.ndarray) -> Array:
         """Copy a NumPy array into a new JAX array."""
@@ -227,7 +231,8 @@ class JaxDevice(CudaDevice):
                 self.wait([array for array in arrays if array.is_ready()])
                 return copies
         for array in arrays:
-            array.copy_to_host_async()
+            if not self._is_large(array):
+                array.copy_to_host_async()
         return [self.to_numpy(array) for array in arrays]
 
 
