@@ -60,6 +60,8 @@ def test_reduction_of_a_matrix_has_the_bits_of_a_running_one(op, dtype, n_column
     reduce_op, rng = REDUCE_OPS[op], np.random.default_rng(0)
     for n in (1, 2, 7, 8, 33):
         values = rng.normal(scale=10, size=(n, n_columns)).astype(dtype)
+        if n < 8:
+            values[:, 0] = -0.0
         weights = rng.integers(1, 1000, n)
         with np.errstate(all="ignore"):
             result = reduce_op.reduce_first_axis(values, np.repeat(weights[:, None], n_columns, axis=1))
