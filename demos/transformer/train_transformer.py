@@ -133,7 +133,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     if options.resume and not options.folder:
         parser.error("argument --resume: needs --folder")
     if options.folder and not options.resume and Checkpoint(options.folder).list_paths():
-        parser.error("argument --folder: it has a training: add --resume to go on, or name another folder")
+        parser.error("argument --folder: it has a training run: add --resume to continue it, or name another folder")
     if options.gpu and synk.get_n_gpu() == 0:
         parser.error("argument --gpu: this machine has no usable GPU")
     if options.mode == "JAX" and find_spec("jax") is None:

@@ -73,7 +73,7 @@ class TheanoFunction(_Function):
                 container.storage[0] = copy.copy(input_spec.default[0]) if input_spec.mutable else input_spec.default[0]
 
     def copy(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a copy, with the arguments of PyTensor's method."""
+        """Return a copy; the arguments are those of PyTensor's method."""
         return add_theano_semantics(super().copy(*args, **kwargs), _get_output_keys(self))
 
 

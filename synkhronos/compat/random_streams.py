@@ -1,7 +1,7 @@
 """Theano's random streams on NumPy's generators.
 
 The numbers differ from Theano's for the same seed.  Each variable draws from its own shared generator, which
-functions update as they draw.  Synkhronos jumps to another place in its stream on each rank.
+functions update as they draw.  On each rank Synkhronos advances the generator to another part of its stream.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class RandomStreams:
         return self._draw(pt.random.integers, low, high + 1, size=size, cast_to=dtype)
 
     def poisson(self, size: Any = None, lam: Any = 1.0, ndim: Any = None, dtype: Any = "int64") -> Any:
-        """Draw from the Poisson distribution of a mean."""
+        """Draw from the Poisson distribution with mean ``lam``."""
         return self._draw(pt.random.poisson, lam, size=size, cast_to=dtype)
 
     def choice(

@@ -80,8 +80,8 @@ _MAX_SLEEP = 10e-3
 WORKER_EXIT_SECONDS = 2.0
 #: Seconds after the master's death for which its host's agent waits for the other hosts to exit.
 _HOST_EXIT_SECONDS = 0.5
-#: Number that is greater than the number of any command.
-_NO_COMMAND = 1 << 62
+#: Command number that is greater than all others: with it, nothing of a session is served any more.
+_AFTER_LAST_COMMAND = 1 << 62
 
 
 class Agent:
@@ -164,7 +164,7 @@ class Agent:
                 last_event = now
                 continue
             idle_seconds = now - last_event
-            # While frames are in transit a short sleep costs nothing: others follow, and ranks may need the core.
+            # While frames are in transit, the agent sleeps briefly.  Ranks may need the core, and more frames follow.
             if idle_seconds < _POLL_SECONDS and has_cores and not self._frame_transport.has_transfers:
                 os.sched_yield()
             elif idle_seconds < _SHORT_SLEEP_SECONDS or self._program_agent.has_unfinished_work:
@@ -420,7 +420,7 @@ class Agent:
     def _end(self) -> None:
         """Send the last messages of this session, and discard others from now on."""
         self._is_ending = True
-        self._program_agent.start_command(_NO_COMMAND, None)
+        self._program_agent.start_command(_AFTER_LAST_COMMAND, None)
         self._frame_transport.end()
         self._messenger.send_all(self._messenger.other_hosts, MessageType.ENDED)
 

@@ -41,7 +41,7 @@ _START_SECONDS = 60.0
 _EXIT_SECONDS = 0.7
 #: Seconds for which the remaining output of killed agents is read.
 _OUTPUT_SECONDS = 0.05
-#: Errors of a start of agents that may have its cause on another host.
+#: Errors at the start of agents whose cause may be on another host.
 _CONNECTION_ERRORS = RuntimeError, TimeoutError, ConnectionError
 #: Environment variables that are copied to the other hosts.
 _COPIED_VARIABLES = re.compile(
@@ -314,7 +314,7 @@ class MpiLink(Link):
         cause = "was lost: the host, or the agent there, has ended"
         text, ranks = f"{description} {cause}", self.ranks_by_host[lost_hosts[0]]
         death = Death(ranks.start, self.host_names[lost_hosts[0]], 0, cause, ranks)
-        if len(names) > 1 or lost_hosts == [0]:  # the host is unknown, or this one, which lives
+        if len(names) > 1 or lost_hosts == [0]:  # the host is unknown, or is this host, which is alive
             death = Death(ranks.start, "", 0, f"ended: {text}")
         return PeerFailure(text, ranks.start, death)
 
@@ -361,7 +361,7 @@ class MpiLink(Link):
                 self._mpirun.wait(exit_seconds)
         output_seconds = _EXIT_SECONDS
         if self._mpirun.poll() is None:
-            # With its children: an ssh would wait for an unreachable host.
+            # Its children are killed too, since an ssh would wait for an unreachable host.
             for pid in mpirun.list_process_tree(self._mpirun.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -388,7 +388,7 @@ class MpiLink(Link):
             link = self._start_link(hosts) if self._idle_host_infos is None else self._reuse_agents(hosts)
         except _CONNECTION_ERRORS as error:
             lost_hosts = self._find_unreachable_hosts(hosts)
-            if not lost_hosts:  # all could be reached one by one
+            if not lost_hosts:  # each host can be reached alone
                 raise
             raise self._make_start_error([r for name in lost_hosts for r in ranks_left[name]], str(error)) from error
         try:
@@ -465,7 +465,7 @@ def _list_forkable_modules() -> list[str]:
         name
         for name, module in list(sys.modules.items())
         if name.partition(".")[0] in _FORKABLE_PACKAGES
-        and "jax" not in name  # whose threads a fork would lack
+        and "jax" not in name  # a fork would lack JAX's threads
         and module.__name__ == name  # not PyTensor under Theano's names
     ]
 

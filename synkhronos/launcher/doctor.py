@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
 
 
 def make_report() -> str:
-    """Return the text of ``python -m synkhronos doctor``: facts, steps without which ranks cannot run, and others."""
+    """Return the text of ``python -m synkhronos doctor``: facts, required steps, and optional steps."""
     installed = {module for module in _PACKAGES if find_spec(module) is not None}
     n_gpus = get_n_gpu()
     facts = {

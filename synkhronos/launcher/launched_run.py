@@ -31,7 +31,7 @@ from synkhronos.launcher.supervision.run_folder import FAILURE_FILE, create_and_
 from synkhronos.rules import Rule
 from synkhronos.training.loops.stop_signals import STOP_SIGNALS
 
-#: Seconds that an interrupted run gets to end before its supervisor is killed.
+#: Seconds after which the supervisor of an interrupted run is killed.
 _INTERRUPTED_GRACE_SECONDS = 15
 
 

@@ -46,7 +46,7 @@ class LocalFunction:
 
     def launch(self, *inputs: Any) -> list[Any]:
         """Launch the function on this rank and return pending outputs; `read` waits for them."""
-        self._peers.check_cancelled()
+        self._peers.report_progress()
         return self._launch(self._get_runner(), inputs)
 
     def launch_many(self, n_repeats: int, *inputs: Any) -> list[Any] | None:
@@ -55,7 +55,7 @@ class LocalFunction:
         Return pending values of the first output in all runs, then of the second, and so on; `read` waits for
         them.  Return None if the function is not compiled by XLA, or if an output is not a scalar.
         """
-        self._peers.check_cancelled()
+        self._peers.report_progress()
         repeated = self._get_runner().repeat(n_repeats)
         return None if repeated is None else self._launch(repeated, inputs)
 

@@ -35,7 +35,7 @@ from synkhronos.ranks.program_peers import Lock, ProgramPeers
 from synkhronos.ranks.rank import Rank
 from synkhronos.variable_types import Array
 
-#: Numbers of locks that the library uses, counted from ``size``: those of a training's batch counts and stop flag.
+#: Numbers of locks that the library uses, counted from ``size``: the locks of a trainer's batch counts and stop flag.
 BATCH_COUNTS_LOCK, STOP_FLAG_LOCK = 1, 7
 #: Size in bytes up to which an array is pickled.  A larger array is sent as a body.
 _MAX_PICKLED_NBYTES = 2048
@@ -75,7 +75,7 @@ class RankContext:
     def __init__(self, rank: Rank, peers: ProgramPeers):
         self._rank, self._peers = rank, peers
         self.number, self.size, self.is_master = rank.number, rank.size, rank.is_master
-        self.send_buffer = peers.memory.channel_nbytes
+        self.send_buffer = peers.layout.channel_nbytes
 
     def __repr__(self) -> str:
         return f"<synkhronos.RankContext {self.number} of {self.size}>"
@@ -88,7 +88,7 @@ class RankContext:
         Calls of compiled functions, and of methods that wait, do the same.  A program that computes without these for
         long should call `progress` periodically.  The time limit ``fork(timeout=...)`` restarts at each call.
         """
-        self._peers.check_cancelled()
+        self._peers.report_progress()
 
     @property
     def wait_seconds(self) -> float:

@@ -122,7 +122,7 @@ class RunProgram(_RunProgramFields, Command):
                 f"the program, or an argument, can't be found on rank {rank.number}: {error}; define it in a module; "
                 "in the script, before synkhronos.fork(), is enough where JAX didn't run before that"
             ) from error
-        peers.check_cancelled()
+        peers.report_progress()
         with RankMeanContext.forbid():
             result = program(RankContext(rank, peers), *args, **kwargs)
         try:

@@ -4,7 +4,7 @@ The ranks of a program synchronize only where the user's code asks for it::
 
     begin ─── the rank's own work ───── wait ─── ... ─── end
                       │                    │               │
-                  check_cancelled()  barrier, send, receive,   barrier of all ranks
+                  report_progress()  barrier, send, receive,   barrier of all ranks
                                  lock
 
 Invariant: no wait is unbounded.  A rank that waits checks its peers, and raises `Cancelled` if one has failed.  It also
@@ -46,12 +46,15 @@ _CHECK_SECONDS = 0.01
 
 
 class WaitCondition(IntEnum):
-    """Condition that a rank waits for.  A wait without a condition ends by itself."""
+    """Condition that a rank waits for.  A wait without a condition ends by itself.
+
+    `SENT` and `RECEIVED` are counts of bytes, or of requests in a rank's channel to itself.
+    """
 
     NONE = 0
     BARRIER_REACHED = 1
-    BYTES_SENT = 2
-    BYTES_RECEIVED = 3
+    SENT = 2
+    RECEIVED = 3
     LOCK_FREE = 4
 
 
@@ -80,26 +83,25 @@ def find_byte_range(rows: Any) -> ByteRange:
 class ProgramPeers:
     """The other ranks of a program, with which one rank synchronizes; ``wait_seconds`` is the total of its waits."""
 
-    def __init__(self, rank: Rank, memory: ProgramMemoryLayout):
+    def __init__(self, rank: Rank, layout: ProgramMemoryLayout):
         self.rank = rank
-        self.memory = memory
-        self._segment = segment = rank.segments[memory.segment_key]
-        self._words = memory.view_words(segment)
-        self._wait_descriptions = [memory.view_description(segment, r) for r in range(memory.n_ranks)]
+        self.layout = layout
+        self._segment = segment = rank.segments[layout.segment_key]
+        self._words = layout.view_words(segment)
+        self._wait_descriptions = [layout.view_description(segment, r) for r in range(layout.n_ranks)]
         self.wait_seconds = 0.0
         self._next_check = 0.0
 
     # -- progress --------------------------------------------------------------------------------------------
 
-    def check_cancelled(self) -> None:
-        """Raise `Cancelled` if a peer has failed; else publish a sign of progress."""
-        control = self.rank.control
-        if control.words[control.FAILED] == self.rank.command_number:
+    def report_progress(self) -> None:
+        """Publish that this rank makes progress; raise `Cancelled` if a peer has failed."""
+        if self.rank.barriers.is_last_failed_command(self.rank.command_number):
             raise Cancelled
         now = perf_counter()
         if now > self._next_check:
             self._next_check = now + _CHECK_SECONDS
-            control.last_progress[self.rank.number] = time.monotonic_ns()
+            self.rank.control.last_progress[self.rank.number] = time.monotonic_ns()
             self.rank.barriers.check_peers()
 
     # -- all ranks together ----------------------------------------------------------------------------------
@@ -115,7 +117,7 @@ class ProgramPeers:
         """All-gather a small immutable value that is often the same; a barrier as in `barrier`."""
         with _PublishedWait(self, WaitCondition.BARRIER_REACHED, self.rank.barriers.next_number, f"at {description}"):
             by_rank = self.rank.all_gather_cached((description, value))
-        self.check_cancelled()
+        self.report_progress()
         if any(other != description for other, _ in by_rank):
             positions = ", ".join(f"rank {r} is at {other}" for r, (other, _) in enumerate(by_rank))
             self.rank.raise_common_error(
@@ -135,17 +137,17 @@ class ProgramPeers:
     @property
     def max_chunk_nbytes(self) -> int:
         """Maximal number of bytes of a chunk: two fit into a channel, so one can be written while the other is read."""
-        return self.memory.channel_nbytes // 2 - WORD_NBYTES
+        return self.layout.channel_nbytes // 2 - WORD_NBYTES
 
     def send(self, dest: int, chunk: Any, description: str) -> None:
         """Send at most `max_chunk_nbytes` bytes to a rank, described in errors; wait while its channel is full."""
         me, sent = self.rank.number, self._words.sent
-        channel = me * self.memory.n_ranks + dest
+        channel = me * self.layout.n_ranks + dest
         end = sent[channel] + WORD_NBYTES + len(chunk)
-        n_to_receive = end - self.memory.channel_nbytes
+        n_to_receive = end - self.layout.channel_nbytes
         wait_description = f"until rank {dest} receives {description}"
-        self._wait_for_bytes(WaitCondition.BYTES_RECEIVED, channel, n_to_receive, wait_description)
-        ring = self.memory.view_channel(self._segment, me, dest)
+        self._wait_for_count(WaitCondition.RECEIVED, channel, n_to_receive, wait_description)
+        ring = self.layout.view_channel(self._segment, me, dest)
         write_ring(ring, sent[channel], len(chunk).to_bytes(WORD_NBYTES, "little"))
         write_ring(ring, sent[channel] + WORD_NBYTES, chunk)
         sent[channel] = end
@@ -153,18 +155,16 @@ class ProgramPeers:
 
     def wait_until_received(self, dest: int, description: str) -> None:
         """Wait until a rank has received everything that this rank has sent to it."""
-        channel = self.rank.number * self.memory.n_ranks + dest
+        channel = self.rank.number * self.layout.n_ranks + dest
         wait_description = f"until rank {dest} receives {description}"
-        self._wait_for_bytes(WaitCondition.BYTES_RECEIVED, channel, self._words.sent[channel], wait_description)
+        self._wait_for_count(WaitCondition.RECEIVED, channel, self._words.sent[channel], wait_description)
 
     def receive(self, source: int, description: str, out: memoryview | None = None) -> memoryview:
         """Receive a chunk from a rank and return it; ``out`` is memory of its length to receive it in."""
         me, received = self.rank.number, self._words.received
-        channel = source * self.memory.n_ranks + me
-        self._wait_for_bytes(
-            WaitCondition.BYTES_SENT, channel, received[channel] + 1, f"for {description} of rank {source}"
-        )
-        ring, position = self.memory.view_channel(self._segment, source, me), received[channel]
+        channel = source * self.layout.n_ranks + me
+        self._wait_for_count(WaitCondition.SENT, channel, received[channel] + 1, f"for {description} of rank {source}")
+        ring, position = self.layout.view_channel(self._segment, source, me), received[channel]
         length = bytearray(WORD_NBYTES)
         read_ring(ring, position, memoryview(length))
         nbytes = int.from_bytes(length, "little")
@@ -185,10 +185,10 @@ class ProgramPeers:
 
     def get_lock(self, lock: int) -> Lock:
         """Return a lock, to be used in a ``with`` statement; raise ValueError for a number out of range."""
-        if not 0 <= lock < self.memory.n_locks:
-            raise ValueError(f"expected a lock from 0 to {self.memory.n_locks - 1}, got {lock}")
-        is_local = self.memory.find_rank_on_lock_host(lock) in self.rank.local_ranks
-        return Lock(self, lock, self.memory.get_semaphore(self._segment, lock) if is_local else None)
+        if not 0 <= lock < self.layout.n_locks:
+            raise ValueError(f"expected a lock from 0 to {self.layout.n_locks - 1}, got {lock}")
+        is_local = self.layout.find_rank_on_lock_host(lock) in self.rank.local_ranks
+        return Lock(self, lock, self.layout.get_semaphore(self._segment, lock) if is_local else None)
 
     def _acquire(self, lock: int, semaphore: Semaphore, timeout: float | None = None) -> int | None:
         """Acquire a lock of this host and return its turn; None if it was not free within ``timeout`` seconds."""
@@ -218,7 +218,7 @@ class ProgramPeers:
         """
         if self._words.agent_waits[lock]:
             self.rank.control.fence()
-            self._words.owners[lock] = self.memory.agent_owner_number
+            self._words.owners[lock] = self.layout.agent_owner_number
         else:
             self._words.owners[lock] = 0
             semaphore.release()
@@ -226,36 +226,36 @@ class ProgramPeers:
     def _request(self, operation: LockOperation, lock: int, ranges: Sequence[ByteRange] = ()) -> int:
         """Send a request for a lock of another host to this host's agent; return the answer, 0 for RELEASE."""
         me, sent = self.rank.number, self._words.sent
-        to_me = me * self.memory.n_ranks + me
+        to_me = me * self.layout.n_ranks + me
         description = f"for lock {lock}"
         # The agent may still process a release.
-        self._wait_for_bytes(WaitCondition.BYTES_RECEIVED, to_me, sent[to_me], description)
-        memory = self.memory.view_channel(self._segment, me, me)
+        self._wait_for_count(WaitCondition.RECEIVED, to_me, sent[to_me], description)
+        memory = self.layout.view_channel(self._segment, me, me)
         write_with_length(memory, pickle.dumps((operation, lock, ranges), pickle.HIGHEST_PROTOCOL))
         self.rank.control.fence()
         sent[to_me] += 1
         if operation == LockOperation.RELEASE:
             return 0
-        self._wait_for_bytes(WaitCondition.BYTES_RECEIVED, to_me, sent[to_me], description)
+        self._wait_for_count(WaitCondition.RECEIVED, to_me, sent[to_me], description)
         return int.from_bytes(memory[:WORD_NBYTES], "little")
 
     # -- waiting ---------------------------------------------------------------------------------------------
 
-    def _wait_for_bytes(self, condition: WaitCondition, channel: int, count: int, description: str) -> None:
-        """Wait until ``count`` bytes were sent or received through a channel (`BYTES_SENT`, `BYTES_RECEIVED`)."""
-        counts = self._words.sent if condition == WaitCondition.BYTES_SENT else self._words.received
+    def _wait_for_count(self, condition: WaitCondition, channel: int, count: int, description: str) -> None:
+        """Wait until a channel's count of `SENT` or `RECEIVED` is at least ``count``."""
+        counts = self._words.sent if condition == WaitCondition.SENT else self._words.received
         if counts[channel] >= count:
             return
         with _PublishedWait(self, condition, count, description, channel):
             self.rank.barriers.wait(lambda: counts[channel] >= count, self._raise_if_deadlocked, AWAITS_PEER)
-        self.check_cancelled()
+        self.report_progress()
 
     def _raise_if_deadlocked(self) -> None:
         """Raise RuntimeError if all ranks wait for each other."""
         if self._is_deadlocked():
             raise RuntimeError(
                 "the ranks wait for each other: "
-                + ", ".join(f"rank {r} waits {self._read_wait_description(r)}" for r in range(self.memory.n_ranks))
+                + ", ".join(f"rank {r} waits {self._read_wait_description(r)}" for r in range(self.layout.n_ranks))
             )
 
     def _read_wait_description(self, rank: int) -> str:
@@ -286,9 +286,9 @@ class ProgramPeers:
         """Whether the condition of a published wait holds."""
         if condition == WaitCondition.BARRIER_REACHED:
             return min(self.rank.control.arrived) >= count
-        if condition == WaitCondition.BYTES_SENT:
+        if condition == WaitCondition.SENT:
             return self._words.sent[index] >= count
-        if condition == WaitCondition.BYTES_RECEIVED:
+        if condition == WaitCondition.RECEIVED:
             return self._words.received[index] >= count
         return condition != WaitCondition.LOCK_FREE or not self._words.owners[index]
 
@@ -296,8 +296,8 @@ class ProgramPeers:
 class _PublishedWait:
     """Context manager that publishes the condition for which this rank waits, and adds up the seconds of its waits.
 
-    ``count`` is the number of the barrier, or of bytes, that ends the wait.  ``index`` is the number of the channel or
-    lock.  ``description`` is shown in the error message of a deadlock.
+    ``count`` is the number of the barrier, or the count of a channel, that ends the wait.  ``index`` is the number of
+    the channel or lock.  ``description`` is shown in the error message of a deadlock.
     """
 
     def __init__(self, peers: ProgramPeers, condition: WaitCondition, count: int, description: str, index: int = 0):

@@ -48,7 +48,10 @@ class Downpour(CentreRule):
             raise ValueError(f"push, fetch: expected equal numbers with asynchronous=False, got {push} and {fetch}")
 
     def count_steps_left(self, state: State) -> int:
-        """Return the steps until the next exchange, by ``state.step``: an interrupted one does not shift others."""
+        """Return the number of steps until the next exchange.
+
+        It depends on ``state.step`` alone, so an interrupted exchange does not shift later ones.
+        """
         period = math.gcd(self.push, self.fetch)
         return period - state.step % period
 

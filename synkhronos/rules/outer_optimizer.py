@@ -21,7 +21,7 @@ class _OuterOptimizerRule(Rule):
         """Average parameters, and take an outer step from the anchor."""
         anchor, mean = state.own["anchor"], self.compute_mean(context, state)
         velocity, new_anchor = self._take_outer_step(anchor, anchor - mean, state.own["velocity"], state.learning_rate)
-        # Not extrapolated: momentum could make running variances negative.
+        # Running averages are not extrapolated, since momentum could make running variances negative.
         new_anchor = state.with_averages(new_anchor, mean)
         state.own["velocity"], state.own["anchor"] = velocity, new_anchor
         state.vector = new_anchor
@@ -29,7 +29,7 @@ class _OuterOptimizerRule(Rule):
     def _take_outer_step(
         self, anchor: Array, gradient: Array, velocity: Array, learning_rate: float
     ) -> tuple[Array, Array]:
-        """Take a step by the anchor minus the ranks' average; return the new velocity and the new anchor."""
+        """Take a step along the outer gradient; return the new velocity and the new anchor."""
         raise NotImplementedError
 
     def compute_consensus(self, context: RankContext, state: State) -> Array:
@@ -38,7 +38,7 @@ class _OuterOptimizerRule(Rule):
 
 
 class SlowMo(_OuterOptimizerRule):
-    """Slow momentum: local SGD whose averages are the gradients of an outer momentum.
+    """Slow momentum: local SGD with an outer momentum, whose gradient is the change of the average.
 
     After ``period`` steps from x_{t,0}, with their average x̄, and at the learning rate γ_t:
     u_{t+1} = β u_t + (x_{t,0} − x̄)/γ_t (eq. 2), x_{t+1,0} = x_{t,0} − α γ_t u_{t+1} (eq. 3): Wang et al., "SlowMo",
@@ -84,14 +84,15 @@ class DiLoCo(_OuterOptimizerRule):
 
     Δ_t = (1/p) Σ_i (θ_{t−1} − θ^i), θ_t = OuterOpt(θ_{t−1}, Δ_t): Douillard et al., "DiLoCo", arXiv:2311.08105,
     algorithm 1.  The outer optimizer is momentum, v ← µ v + Δ: θ ← θ − lr (Δ + µ v) with Nesterov's, else θ − lr v.
-    The variables of the inner optimizer are not exchanged.  In the paper it is AdamW, with a period of 500.
+    The variables of the inner optimizer are not exchanged.  In the paper the inner optimizer is AdamW, and
+    the period is 500.
 
     Parameters
     ----------
     lr, momentum : float
         Outer learning rate, above 0; outer momentum µ, in [0, 1).
     nesterov : bool
-        Whether the momentum is Nesterov's.
+        Whether to use Nesterov momentum.
     period, exclude, precision
         See `Rule`.
 
@@ -119,6 +120,6 @@ class DiLoCo(_OuterOptimizerRule):
     def _take_outer_step(
         self, anchor: Array, gradient: Array, velocity: Array, learning_rate: float
     ) -> tuple[Array, Array]:
-        """Take a step of momentum, or of Nesterov's."""
+        """Take a step of plain momentum or of Nesterov momentum."""
         velocity = self.momentum * velocity + gradient
         return velocity, anchor - self.lr * (gradient + self.momentum * velocity if self.nesterov else velocity)

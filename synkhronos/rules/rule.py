@@ -66,7 +66,7 @@ class Rule:
         self.precision = precision
 
     def __getstate__(self) -> dict[str, Any]:
-        # Of the master only: a function that may not be picklable, and a process.
+        # Only the master needs these: a function that may not be picklable, and a process.
         return {**self.__dict__, "exclude": None, "_launched_run": None}
 
     def __repr__(self) -> str:

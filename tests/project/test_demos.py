@@ -102,7 +102,9 @@ def test_transformer_demo_learns_and_resumes(tmp_path):
     assert "epoch 3" in resumed and "epoch 2" not in resumed
     printed = run_demo(script, *small, "--epochs", 4, status=2)
     assert "Traceback" not in printed
-    assert printed.endswith("argument --folder: it has a training: add --resume to go on, or name another folder\n")
+    assert printed.endswith(
+        "argument --folder: it has a training run: add --resume to continue it, or name another folder\n"
+    )
 
 
 @pytest.mark.skipif(synk.get_n_gpu() > 0, reason="is about machines without GPUs")

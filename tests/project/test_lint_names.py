@@ -32,7 +32,7 @@ def lint(source, **others):
 
 
 def test_lint_names_accepts_a_clean_file():
-    assert lint(WHOLE) == []
+    assert lint(WHOLE) == lint(WHOLE.replace("its attachments", "a training\n    run")) == []
 
 
 @pytest.mark.parametrize(
@@ -50,6 +50,8 @@ def test_lint_names_accepts_a_clean_file():
         ("    def _send", "    #: Of which kind.\n    def _send", ("clause for a noun", 8, "Of which kind.")),
         ("the weight in", "this class' weight in", ("clumsy phrase", 6, "class' ")),
         ("the weight in", "the weight as of `_send` in", ("clumsy phrase", 6, "as of `")),
+        ("the weight in", "the gradient by", ("clumsy phrase", 6, "Return the gradient by")),
+        ("the weight in", "the weight of a training in", ("clumsy phrase", 6, "a training")),
         ("def weigh", "def of", ("bare name", 5, "of")),
         ("def weigh", "def in_bytes", ("bare name", 5, "in_bytes")),
         ("        pass", "        by_rank = of_rank = 0", ("bare name", 9, "of_rank")),

@@ -20,7 +20,7 @@ def exchange_once(context, rule, parameter):
     return np.asarray(parameter.get_value())
 
 
-def test_own_rule_trains(fork):
+def test_own_rule_moves_ranks_towards_their_mean(fork):
     fork(3)
     parameter = shared(np.zeros((2, 2)), "w")
     assert [w.tolist() for w in synk.run(exchange_once, Halfway(), parameter)] == [[[m, m]] * 2 for m in (0.5, 1, 1.5)]

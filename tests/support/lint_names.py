@@ -40,10 +40,13 @@ BARE = frozenset(
 BARE_VARIABLES = frozenset(("one", "every"))
 #: First words of names that need a verb or a noun before them; a variable may be `by_rank` or `in_place`.
 PREPOSITION, PREPOSITION_OF_VARIABLE = re.compile("_?(?:at|by|for|in|of)_"), re.compile("_?of_")
-#: Phrases that have a plainer form: "as in `X`", "one for each rank", "in place of", "the class's", "with ``is_x``"; and
-#: British spellings of words that NumPy and PyTorch spell with a z.
+#: Phrases that have a plainer form: "as in `X`", "one for each rank", "in place of", "the class's", "with ``is_x``", "the
+#: gradient with respect to x", "a training run"; and British spellings of words that NumPy and PyTorch spell with a z.
 CLUMSY = re.compile(
     r"\b[Aa]s of `|\bone a rank\b|\bin the place of\b|(?<!')\b(?:class|process|loss|JAX|Linux)' |\bsays? whether\b"
+    r"|\b[Rr]eturn the gradients? by\b|\bgradients? of [^.]{1,60}? by (?:its|the|both)\b"
+    # "A training" without a noun after it, such as "run", also across a line break in a docstring or comment.
+    r"|\b[Aa] training\b(?![\s#]+(?:run|step|loop|function|job|set|graph|program|script|process|batch)\b)|\btrainings\b"
     r"|\b(?:un)?(?:initiali|synchroni|normali|optimi|summari|recogni|standardi)s(?:e|ing|ation)",
     re.ASCII,
 )

@@ -1,4 +1,4 @@
-"""Compares a training in which a random worker is killed every few seconds with an undisturbed one.
+"""Compares a run in which a random worker is killed every few seconds with an undisturbed one.
 
     python tests/support/survival_run.py --seconds 60 --every 5 --ranks 3 --rule BSP
     python tests/support/survival_run.py --kills 720 --every 0.3 --random --ranks 3 --rule EASGD
@@ -72,15 +72,15 @@ class Killer(threading.Thread):
 
     def run(self) -> None:
         """Kill until `is_over` is set."""
-        while self.trainer._loop is None or not self.trainer._loop.operation_runner.has_copy:
+        while self.trainer._loop is None or not self.trainer._loop.death_policy.has_copy:
             time.sleep(0.01)
-        runner, session = self.trainer._loop.operation_runner, ranks.get_session()
+        policy, session = self.trainer._loop.death_policy, ranks.get_session()
         while not self.is_over.wait(self.random.expovariate(1 / self.interval) if self.is_random else self.interval):
-            step = runner.step
+            step = policy.step
             self.n_killed += self.kill_worker(session)
             if self.kills_twice and not self.is_over.wait(self.random.uniform(0.2, 3)):
                 self.n_killed += self.kill_worker(session)
-            while self.hosts and runner.step <= step and not self.is_over.wait(0.05):
+            while self.hosts and policy.step <= step and not self.is_over.wait(0.05):
                 pass
 
     def kill_worker(self, session: ranks.Session) -> bool:
@@ -132,7 +132,7 @@ def train(options: argparse.Namespace, n_epochs: int, is_disturbed: bool):
 
 
 def main() -> int:
-    """Run both trainings and compare them."""
+    """Train twice, and compare the runs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--every", type=float, default=5.0)

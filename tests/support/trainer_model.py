@@ -73,7 +73,7 @@ class Model:
 
 
 def make_epochs(model, source, n_epochs, **kwargs):
-    """Return the reports of a training that survives deaths, on rows of a source: "arrays", a "loader" or "parts"."""
+    """Return the reports of a run that survives deaths, on rows of a source: "arrays", a "loader" or "parts"."""
     arrays = [X, Y, np.arange(len(Y))]
     if source == "loader":
         rows = Loader(arrays, processes=1), None

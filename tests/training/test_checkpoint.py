@@ -335,7 +335,7 @@ def wait_until(condition):
 
 
 def write_many(folder, number):
-    """Return a function that writes checkpoints as a training does, and reports which are refused."""
+    """Return a function that writes checkpoints as a trainer does, and reports which are refused."""
 
     def run(pipe):
         checkpoint = Checkpoint(folder, keep=50)
@@ -370,7 +370,7 @@ def test_checkpoint_folder_lock_excludes_a_second_process(tmp_path):
         for checkpoint in stored:
             assert checkpoint.meta["number"] == writer and set(checkpoint.arrays["w"]) == {float(writer)}
         refusals = [pipe.readline() for _ in range(20)]
-        words = f"{tmp_path} is the folder of a training that %s is running"
+        words = f"{tmp_path} is the folder of a training run of %s"
         named, unnamed = words % f"process {pid} on host {platform.node()}", words % "another process"
         # The writer locks the file first, and then writes its name into it.
         assert named in refusals[-1] and all(named in line or unnamed in line for line in refusals), refusals
@@ -390,7 +390,7 @@ def test_checkpoint_folder_lock_ends_with_a_killed_writer(tmp_path):
 
     with process(run) as (pid, pipe):
         assert pipe.readline() == "saved\n"
-        with pytest.raises(CheckpointError, match=f"process {pid} on host {platform.node()} is running"):
+        with pytest.raises(CheckpointError, match=f"process {pid} on host {platform.node()}: wait for"):
             Checkpoint(tmp_path).lock()
         assert "unfinished-1234" in list_entries(tmp_path)
     checkpoint = Checkpoint(tmp_path)
@@ -404,7 +404,7 @@ def test_checkpoint_folder_lock_belongs_to_one_object(tmp_path):
     first.lock()
     for other in (second, copy.deepcopy(first)):
         with pytest.raises(
-            CheckpointError, match=rf"process {os.getpid()} on host {platform.node()} \(this one\) is running"
+            CheckpointError, match=rf"process {os.getpid()} on host {platform.node()} \(this one\): wait for"
         ):
             other.save(2, ARRAYS, {})
     assert second.load().arrays["n"] == 3
@@ -438,7 +438,7 @@ def test_checkpoint_on_a_file_system_without_locks_warns(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "flock", flock)
     (tmp_path / "unfinished-1234").mkdir()
-    with pytest.warns(RuntimeWarning, match="its file system has no locks .*: let one training write there"):
+    with pytest.warns(RuntimeWarning, match="its file system has no locks .*: let one run write there"):
         Checkpoint(tmp_path).save(1, ARRAYS, {})
     assert list_entries(tmp_path) == ["rows-000000000001", "unfinished-1234"]  # another process may be writing it
 

@@ -1,4 +1,4 @@
-"""Limits of deaths after which ``on_death="continue"`` ends a training."""
+"""Limits of deaths after which ``on_death="continue"`` ends a run."""
 
 from synkhronos.training.loops.death_limit import DeathLimit
 

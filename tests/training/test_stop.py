@@ -47,7 +47,7 @@ def check_each_step(monkeypatch):
 
 
 def run_until_exit(reports):
-    """Return the exit status with which a training ends, and the losses before that."""
+    """Return the exit status with which training ends, and the losses before that."""
     losses = []
     with pytest.raises(SystemExit) as caught:
         losses += (report.loss for report in reports)

@@ -1,4 +1,4 @@
-"""Trainings that continue after deaths of workers have the same rows and bits, for each rule and at any moment."""
+"""Runs that continue after deaths of workers have the same rows and bits, for each rule and at any moment."""
 
 import os
 import random
@@ -21,7 +21,7 @@ from synkhronos.training import Checkpoint, Recorder, make_trainer
 from synkhronos.training.loops.death_limit import MAX_DEATHS_SINCE_COPY
 from synkhronos.training.monitoring import recorder
 from synkhronos.training.trainer import death_recovery, trainer_epoch_loop
-from synkhronos.training.trainer.death_recovery import RecoveringRunner
+from synkhronos.training.trainer.death_recovery import RecoveryPolicy
 from synkhronos.training.trainer.epoch_data import EpochData
 from synkhronos.training.updates import adam, momentum
 
@@ -39,7 +39,7 @@ def close_ranks():
 
 
 class Killer:
-    """Kill a worker at some commands of a training.
+    """Kill a worker at some commands of a trainer.
 
     Parameters
     ----------
@@ -51,7 +51,7 @@ class Killer:
 
     def __init__(self, monkeypatch, moments=None, waits=True):
         self.moments, self.count, self.killed, self.commands = moments or {}, 0, 0, []
-        send, copy, self.is_armed = Mailbox.post, RecoveringRunner._copy_state, not waits
+        send, copy, self.is_armed = Mailbox.post, RecoveryPolicy._copy_state, not waits
 
         def copy_and_arm(survival):
             copy(survival)
@@ -76,7 +76,7 @@ class Killer:
                 send(mailbox, *args)
 
         monkeypatch.setattr(Mailbox, "post", kill_and_send)
-        monkeypatch.setattr(RecoveringRunner, "_copy_state", copy_and_arm)
+        monkeypatch.setattr(RecoveryPolicy, "_copy_state", copy_and_arm)
 
 
 def train(name="BSP", noise=False, rate=0.05, update=None, shard_optimizer=False, **kwargs):
@@ -361,7 +361,7 @@ def test_rest_of_an_epoch_is_redistributed_and_no_other_training_resumes_in_it(m
 def test_host_gets_two_tries_and_the_ranks_of_a_lost_one_none(monkeypatch):
     """Ranks 4 and 5 are lost with their host; then the host of ranks 2 and 3 can't be reached, at first once."""
     fork_ranks(1)
-    recovery, tried = Model("BSP").trainer._model.make_recovering_runner(100), []
+    recovery, tried = Model("BSP").trainer._model.make_recovery_policy(100), []
     lost = Death(4, "c", 0, "was lost", (4, 5))
     unreachable = Death.from_failed_start(2, "b", "could not be reached", (2, 3))
     session = SimpleNamespace(size=6, rank=SimpleNamespace(master_rank=0), has_kept_memory=True, death=lost)
@@ -405,7 +405,7 @@ def test_stopped_validation_restores_generators_of_the_ranks_that_are_left(monke
     loop = SimpleNamespace(
         model=SimpleNamespace(state=SimpleNamespace(spec=SimpleNamespace(variables=variables))),
         checkpoint=True,
-        operation_runner=SimpleNamespace(run_update=run_twice),
+        death_policy=SimpleNamespace(run_update=run_twice),
         _validate=lambda report: False,
     )
     assert trainer_epoch_loop.TrainerEpochLoop.validate(loop, None) is False

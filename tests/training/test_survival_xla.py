@@ -1,4 +1,4 @@
-"""In JAX mode a training continues after the death of a worker, with new processes in place of forks."""
+"""In JAX mode training continues after the death of a worker, with new processes in place of forks."""
 
 import itertools
 import os
@@ -12,7 +12,7 @@ from trainer_model import Model, X, Y
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.loading import Loader
-from synkhronos.training.trainer.death_recovery import RecoveringRunner
+from synkhronos.training.trainer.death_recovery import RecoveryPolicy
 
 pytestmark = [
     pytest.mark.skipif(not XLA or bool(HOSTS), reason="new processes in JAX mode, on one machine"),
@@ -55,7 +55,7 @@ def test_on_death_continue_with_xla(name, has_loader):
 
 def test_losses_are_read_before_their_worker_can_die(monkeypatch):
     expected, _, others = train("BSP", is_disturbed=False)
-    original, n_calls = RecoveringRunner.run_update, itertools.count()
+    original, n_calls = RecoveryPolicy.run_update, itertools.count()
 
     def run_update(self, operation, steps=0):
         result = original(self, operation, steps)
@@ -63,7 +63,7 @@ def test_losses_are_read_before_their_worker_can_die(monkeypatch):
             kill_worker()
         return result
 
-    monkeypatch.setattr(RecoveringRunner, "run_update", run_update)
+    monkeypatch.setattr(RecoveryPolicy, "run_update", run_update)
     values, used, reports = train("BSP", is_disturbed=False)
     assert set(used.tolist()) == {2.0} and sum(len(report.deaths) for report in reports) == 1
     np.testing.assert_allclose(values, expected, rtol=1e-12)

@@ -401,7 +401,7 @@ def test_checkpoint_folder_is_locked_by_a_trainer(fork, tmp_path):
     fork(1)
     checkpoint, model = Checkpoint(tmp_path), Model("LocalSGD")
     list(model.epochs(5, 1, checkpoint=checkpoint))
-    with pytest.raises(CheckpointError, match="rows-0+[1-9][0-9]* is of another training: go on from there with"):
+    with pytest.raises(CheckpointError, match="rows-0+[1-9][0-9]* is of another training run: continue it with"):
         next(Model("LocalSGD").epochs(5, 1, checkpoint=checkpoint))
     list(model.epochs(5, 2, checkpoint=checkpoint))  # the same model continues
     assert [checkpoint.load(path).meta["epoch"] for path in checkpoint.list_paths()] == [1, 2]

@@ -111,7 +111,7 @@ class _ConvolutionOp(NumpyOp):
     def _to_columns(
         self, padded: np.ndarray, kernel_lengths: Sequence[int], output_lengths: Sequence[int]
     ) -> np.ndarray:
-        """Return (batch, groups, channels of a group * positions of the kernel, positions of the output)."""
+        """Return columns: (batch, groups, channels of a group * positions of the kernel, positions of the output)."""
         columns = unfold(padded, kernel_lengths, output_lengths, self.stride, self.dilation)
         batch, channels = columns.shape[:2]
         return columns.reshape(

@@ -145,7 +145,7 @@ class BatchNormTrain(_BatchNorm):
 
 
 class BatchNormTrainGrad(_BatchNorm):
-    """The gradient of `BatchNormTrain`'s first output by its inputs.
+    """The gradient of `BatchNormTrain`'s first output with respect to its inputs.
 
     Parameters
     ----------
@@ -168,7 +168,7 @@ class BatchNormTrainGrad(_BatchNorm):
     def compute_gradients(
         self, count: Any, x: Any, dy: Any, scale: Any, mean: Any, invstd: Any
     ) -> tuple[Any, Any, Any]:
-        """Return the gradients by array, scale and shift, of NumPy arrays or of variables."""
+        """Return the gradients with respect to array, scale and shift, of NumPy arrays or of variables."""
         normalized = (x - mean) * invstd
         dshift = dy.sum(axis=self.axes, keepdims=True)
         dscale = (dy * normalized).sum(axis=self.axes, keepdims=True)
@@ -299,7 +299,7 @@ def _lower_rectified_batch_norm_train_grad(op: RectifiedBatchNormTrainGrad, *inp
 
 
 def _sum_gradients(op: _BatchNorm, x: Any, dy: Any, per_channel: Sequence[Any]) -> Sequence[Any]:
-    """Return the gradients by scale and shift; ``per_channel`` starts with scale, mean and invstd."""
+    """Return the gradients with respect to scale and shift; ``per_channel`` starts with scale, mean and invstd."""
     _, mean, invstd, *_ = per_channel
     dscale, dshift = _sum_together(op, dy * (x - mean), dy)
     return dscale * invstd, dshift
@@ -323,7 +323,7 @@ def _sum_together(op: _BatchNorm, a: Any, b: Any) -> Sequence[Any]:
 def _combine_sums(
     op: _BatchNorm, inputs: Sequence[Any], per_channel: Sequence[Any], sums: Sequence[Any], x: Any, dy: Any
 ) -> tuple[Any, Any, Any]:
-    """Return the gradients by array, scale and shift, in the dtypes of the graph."""
+    """Return the gradients with respect to array, scale and shift, in the dtypes of the graph."""
     (scale, mean, invstd, *_), (dscale, dshift) = per_channel, sums
     # Factors of each channel are combined first, so that two products for each element remain.
     dy_factor = scale * invstd

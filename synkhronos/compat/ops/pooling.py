@@ -160,7 +160,7 @@ class Pool(_PoolingOp):
         return result / self.count_window_elements(spatial, x.dtype) if self.mode.startswith("average") else result
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
-        """Return the gradient by the array."""
+        """Return the gradient with respect to the array."""
         (x,), (g,) = inputs, output_grads
         return [
             self._convert_to(MaxPoolGrad)(x, outputs[0], g)
@@ -172,7 +172,7 @@ class Pool(_PoolingOp):
 class _PoolingGrad(_PoolingOp):
     """Base class of Ops whose output has one input's shape and another's dtype."""
 
-    #: Positions of these inputs.
+    #: Positions of the inputs that have the output's shape and dtype.
     shape_input: int
     dtype_input: int
 
@@ -233,13 +233,13 @@ class MaxPoolGrad(_PoolingGrad):
         return result[self.get_crop(x.shape[-self.n_spatial :])]
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
-        """Return the gradient by the maxima's gradient; array and maxima have none."""
+        """Return the gradient with respect to the maxima's gradient; array and maxima have none."""
         x, y, _ = inputs
         return [pt.zeros_like(x), pt.zeros_like(y), self._convert_to(MaxPoolGradGrad)(x, y, output_grads[0])]
 
 
 class MaxPoolGradGrad(_PoolingGrad):
-    """The gradient of `MaxPoolGrad` by its third input: each window's sum of values where another array is maximal.
+    """The gradient of `MaxPoolGrad` with respect to its third input: sums of values where an array is maximal.
 
     Inputs: the array, its maxima, and the array that is summed.
     """
@@ -254,7 +254,7 @@ class MaxPoolGradGrad(_PoolingGrad):
         return sum(array_module.where(padded[window] == y, addends[window], 0) for window in windows)
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
-        """Return the gradient by the array that is summed."""
+        """Return the gradient with respect to the array that is summed."""
         x, y, _ = inputs
         return [pt.zeros_like(x), pt.zeros_like(y), self._convert_to(MaxPoolGrad)(x, y, output_grads[0])]
 
@@ -330,7 +330,7 @@ def _find_maxima(op: _PoolingOp, x: Any) -> tuple[Any, Any]:
             bits = jnp.where(values > maxima, bit, jnp.where(values == maxima, bits | bit, bits))
             maxima = jnp.maximum(maxima, values)
     bits = jnp.where(maxima == maxima, bits, 0)  # a maximum that is NaN equals no element
-    # The barrier keeps XLA from fusing parts of this with what reads it, and the rest into another kernel.
+    # Without the barrier XLA would fuse parts of this into the kernels that read it, and the rest into another one.
     maxima, bits = lax.optimization_barrier((maxima, bits))
     return maxima, bits
 

@@ -31,7 +31,7 @@ class _MaximumWithZero(Maximum):
     associative = False
 
     def pullback(self, inputs: Any, outputs: Any, gout: Any) -> list[Any]:
-        """Return the gradients by both inputs."""
+        """Return the gradients with respect to both inputs."""
         (_, zero), (y,), (g,) = inputs, outputs, gout
         if y.type in ps.discrete_types:
             return list(super().pullback(inputs, outputs, gout))

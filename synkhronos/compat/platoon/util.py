@@ -7,7 +7,7 @@ from typing import Any
 
 
 class PlatoonError(Exception):
-    """An error of the connection between a worker and its controller, or wrong use of it."""
+    """An error of the connection between a worker and its controller, or an incorrect use of it."""
 
     def __init__(self, descr: object, from_exc: BaseException | None = None):
         super().__init__(descr, from_exc)

@@ -45,7 +45,7 @@ _RENAMED_ATTRIBUTES = {"tested": "val_outputs", "trained": "trainable_params", "
 
 
 class Model:
-    """Base class of a model made of Lasagne's layers, or with plain PyTensor or Theano; override `build` and `load`.
+    """Base class of models made with Lasagne, PyTensor or Theano; subclasses override `build` and `load`.
 
     .. code-block:: python
 
@@ -68,7 +68,7 @@ class Model:
     Parameters
     ----------
     config : dict
-        Has ``rank``, ``size``, ``seed``, and the entries of ``config`` in the session.
+        ``rank``, ``size``, ``seed``, and the entries of ``config`` in the session file.
 
     Attributes
     ----------
@@ -99,9 +99,9 @@ class Model:
     has_new_shards : bool
         Whether `vels2` has this rank's new parameters, from `apply_gradients`, in place of gradients.
     has_rank_means : bool
-        Whether the step has means over the rows of all ranks, as of batch normalization with ``sync=True``.
+        Whether the step has means over the rows of all ranks, such as batch normalization with ``sync=True``.
     step_outputs : list of shared variables
-        Cost, error and weight of the last step; the latter two if the model has them.
+        Cost of the last step, followed by its error and weight if the model has them.
     """
 
     batch_size = 100
@@ -295,7 +295,7 @@ class Model:
         self.sharded_variables, self.gathers_gradient = shards.sharded_variables, shards.gathers_gradient
         for variable in self.sharded_variables.values():
             variable.set_shard(self.rank, self.size)
-        # A constant, not a shared variable: it would be in checkpoints, from which other ranks resume.
+        # A constant, since a shared variable would be in checkpoints, from which ranks with other numbers resume.
         number = {shards.rank: library.tensor.constant(self.rank, dtype="int64")}
         new_values = library.clone(list(shards.local_updates.values()), number)
         updates = OrderedDict(zip(shards.local_updates, new_values, strict=True))
@@ -352,7 +352,7 @@ class Model:
         recorder.train_error(count, *values[:n_costs], **weight)
 
     def apply_gradients(self) -> bool:
-        """Update the parameters from the gradient, which all ranks have reduced; without effect in a one-part step.
+        """Update the parameters from the reduced gradient; do nothing if the step has a single part.
 
         Return `has_new_shards`: whether the ranks have to gather `vels2` into `vels`, and then call this method again.
         """

@@ -12,6 +12,9 @@ from synkhronos.launcher.model_class.model import Model
 from synkhronos.launcher.model_class.model_interface import ModelInterfaceError, call_by_signature, shorten_repr
 from synkhronos.rules import BSP, Rule
 
+#: Quantity that ranks exchange after each step.
+ExchangedQuantity = Literal["gradient", "params"]
+
 
 def _compile_functions(model: Any, sync_type: str) -> None:
     """Call ``compile_iter_fns``, with ``sync_type`` if it has this parameter.
@@ -52,36 +55,45 @@ def requires_gradient_exchange(model: Any) -> bool:
     return isinstance(model, Model) and bool(model.step_options.non_defaults)
 
 
-def compile_model(model: Any, settings: Settings, rule: Rule, size: int) -> Literal["gradient", "params"] | None:
-    """Compile an instance's functions; return "gradient" or "params", which ranks exchange after each step under BSP.
+def compile_model(model: Any, settings: Settings, rule: Rule, size: int) -> ExchangedQuantity | None:
+    """Compile an instance's functions; return the quantity that ranks exchange after each step, None without any."""
+    quantity = _choose_exchanged_quantity(model, settings, rule, size)
+    _compile_functions(model, "cdd" if quantity == "gradient" else "avg")
+    if quantity != "gradient":
+        return quantity
+    vels, vels2 = getattr(model, "vels", None), getattr(model, "vels2", None)
+    if settings.rule_options.get("average") is None and not vels and not vels2:
+        return "params"  # the class has compiled whole steps even for "cdd"
+    _check_gradient_variables(vels, vels2, bool(getattr(model, "sharded_variables", None)), settings.modelclass)
+    return "gradient"
+
+
+def _choose_exchanged_quantity(model: Any, settings: Settings, rule: Rule, size: int) -> ExchangedQuantity | None:
+    """Return the quantity to exchange after each step under BSP; None if ranks do not exchange after each step.
 
     The option ``average`` of the rule decides.  By default ranks exchange parameters if the class is a `Model` whose
-    step has no options, and gradients if another class has ``vels`` and ``vels2``.  Return None if ranks do not
-    exchange after each step.  Raise ModelInterfaceError if they would exchange gradients, but ``vels`` and ``vels2``
-    are not lists of variables of equal shapes.
+    step has no options, and gradients for any other class.
     """
     requires_gradient = requires_gradient_exchange(model)
     if not requires_gradient and (not isinstance(rule, BSP) or size == 1):
-        _compile_functions(model, "avg")
         return None
-    exchange_setting, name = settings.rule_options.get("average"), settings.modelclass
-    exchanges_params_by_default = isinstance(model, Model) and not requires_gradient
-    if exchange_setting == "params" or (exchange_setting is None and exchanges_params_by_default):
-        if requires_gradient:
-            raise ModelInterfaceError(
-                f"{next(iter(model.step_options.non_defaults))}: needs rule_options.average = 'gradient', got 'params'"
-            )
-        _compile_functions(model, "avg")
-        return "params"
-    _compile_functions(model, "cdd")
-    lists = [getattr(model, variables, None) for variables in ("vels", "vels2")]
-    if exchange_setting is None and not any(lists):
-        return "params"
-    specs = [[(p.type.dtype, np.shape(p.get_value())) for p in variables] if variables else [] for variables in lists]
-    if not specs[0] or specs[0] != specs[1] and not getattr(model, "sharded_variables", None):
+    average = settings.rule_options.get("average")
+    if average == "params" and requires_gradient:
         raise ModelInterfaceError(
-            f"{name}: missing or invalid:\n  attributes vels and vels2: expected lists of shared variables of "
-            f"the same shapes, got {shorten_repr(lists[0])} and {shorten_repr(lists[1])}; or give "
+            f"{next(iter(model.step_options.non_defaults))}: needs rule_options.average = 'gradient', got 'params'"
+        )
+    exchanges_params_by_default = isinstance(model, Model) and not requires_gradient
+    return "params" if average == "params" or (average is None and exchanges_params_by_default) else "gradient"
+
+
+def _check_gradient_variables(vels: Any, vels2: Any, is_sharded: bool, model_name: str) -> None:
+    """Raise ModelInterfaceError unless both are lists of variables, of equal types and shapes if not ``is_sharded``."""
+    kinds, kinds2 = (
+        [(p.type.dtype, np.shape(p.get_value())) for p in variables] if variables else [] for variables in (vels, vels2)
+    )
+    if not kinds or (kinds != kinds2 and not is_sharded):
+        raise ModelInterfaceError(
+            f"{model_name}: missing or invalid:\n  attributes vels and vels2: expected lists of shared variables of "
+            f"the same shapes, got {shorten_repr(vels)} and {shorten_repr(vels2)}; or give "
             "--set rule_options.average=params"
         )
-    return "gradient"

@@ -78,7 +78,7 @@ def _iterate_shared_inputs(function: Any) -> Iterator[Any]:
 
 
 def _group_function_variables(function: Any, groups: VariablesByRole, grouped_ids: set[int]) -> None:
-    """Add a function's shared variables to ``groups``, but for ``grouped_ids``, which it extends."""
+    """Add a function's shared variables to ``groups``, except those in ``grouped_ids``; add their ids there."""
     for function_input in _iterate_shared_inputs(function):
         shared = function_input.variable
         if id(shared) in grouped_ids:

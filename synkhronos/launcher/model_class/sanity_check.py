@@ -1,7 +1,8 @@
 """Detection of runs that train nothing: parameters that never change, or ranks that compute equal steps.
 
-Neither mistake of a model class raises an error by itself: the run would waste days, of all ranks or of all but one.
-So hashes of variables are compared in the first steps::
+Neither mistake of a model class raises an error by itself.  If no parameter changes, the run wastes the time of all
+ranks.  If ranks compute equal steps, it wastes the time of all but one.  So hashes of variables are compared in the
+first steps::
 
     steps 1, 2, 3      hash of the results of the step  --> must differ between ranks
     step 50, or        hash of all parameters           --> must differ from the hash before the first step
@@ -50,14 +51,17 @@ class SanityCheck:
         self._has_changed = self._is_compared = False
 
     def record_step(self) -> bool:
-        """Record a step before the exchange, which makes ranks equal; return True if they should be compared now."""
+        """Record a step before the exchange makes ranks equal; return True if ranks should be compared now."""
         self._n_steps += 1
         if len(self._step_hashes) < _N_COMPARED_STEPS:
             self._step_hashes.append(hash_values(self._step_values))
         return not self._is_compared and len(self._step_hashes) == _N_COMPARED_STEPS
 
     def check_params_change(self, learning_rate: float, epoch_ended: bool) -> None:
-        """Raise IneffectiveTrainingError if no parameter has changed in 50 steps, or 2 of an epoch, at a rate but 0."""
+        """Raise IneffectiveTrainingError if no parameter has changed although the learning rate is not 0.
+
+        Nothing is checked before step 50, or step 2 if the epoch has ended.
+        """
         if self._has_changed or self._n_steps < (2 if epoch_ended else _MAX_UNCHANGED_STEPS) or learning_rate == 0:
             return
         self._has_changed = hash_values(self._params) != self._initial_params_hash
@@ -80,7 +84,7 @@ class SanityCheck:
 def find_ranks_with_equal_steps(step_hashes_by_rank: Sequence[list[str] | None]) -> tuple[int, int] | None:
     """Find the first two ranks with equal lists of hashes; None if there are none.
 
-    Ranks without hashes are skipped, and ranks with an empty one: a loss that is NaN makes all ranks equal.
+    Ranks without hashes are skipped.  Ranks with an empty hash are skipped too, since NaN makes all ranks equal.
 
     Examples
     --------

@@ -69,7 +69,7 @@ def _describe_failure(error: BaseException) -> str:
 
 
 def _log_death(folder: str, error: BaseException, is_failed_start: bool) -> None:
-    """Log the cause of an error: a death, a lost host, or in a failed start any exception, as of an unusable device."""
+    """Log the cause of an error: a death, a lost host, or in a failed start any exception."""
     death = get_last_death()
     if death is not None:
         DeathLog(folder).add(death)

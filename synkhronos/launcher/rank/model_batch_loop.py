@@ -119,7 +119,7 @@ class ModelBatchLoop(BatchLoop):
                 self._is_memory_checkpoint_new = True
 
     def decide_stop(self) -> bool:
-        """Set `is_stopped_by_signal` and return it: True if a signal ends the training after this batch.
+        """Set `is_stopped_by_signal` and return it: True if a signal ends the run after this batch.
 
         Under synchronous rules, and after a memory checkpoint, all ranks must call this.
         """

@@ -46,7 +46,7 @@ _SAVE_EPOCHS = 5
 
 
 class ModelEpochLoop(EpochLoop):
-    """Loop of one rank over the epochs of an instance of a model class, of which `n_reports` are complete."""
+    """Loop of one rank over the epochs of an instance of a model class; `n_reports` epochs are complete."""
 
     def __init__(self, state: ModelState, arguments: MasterArguments, stop_flag: LocalRows):
         settings = state.settings
@@ -81,7 +81,7 @@ class ModelEpochLoop(EpochLoop):
         return self.state.early_stopping
 
     def train_all_epochs(self) -> bool:
-        """Train all epochs and write the parameters; return False if a signal stops the training."""
+        """Train all epochs and write the parameters; return False if a signal stops training."""
         is_master, n_before = self.context.number == 0, self.n_reports
         if is_master and self.memory_checkpoints:
             for death in DeathLog(self.state.folder).record_recovery(self.recorder.meter.total_steps):
@@ -108,7 +108,7 @@ class ModelEpochLoop(EpochLoop):
         return True
 
     def has_trained_all_epochs(self) -> bool:
-        """Whether all epochs are trained, or ``val_iter`` has ended the training."""
+        """Whether all epochs are trained, or ``val_iter`` has ended the run."""
         return self.n_reports >= self.n_epochs or self.is_stopped_by_model
 
     def _warm_up_learning_rate(self, epoch: int) -> None:
@@ -221,7 +221,7 @@ class ModelEpochLoop(EpochLoop):
         for _, rank_sums, *_ in by_rank:
             for name, value in rank_sums.items():
                 sums[name] = sums.get(name, 0.0) + value
-        # Without weight there are no sums.
+        # If the total weight is 0, there are no sums to divide.
         report.validation = means = {name: value / total_weight for name, value in sums.items()}
         recorder.set_validation_means(self._n_trained_batches, means)
         if means:

@@ -168,7 +168,7 @@ class ModelState:
             set_global_generator_states(meta["host_generators"][context.number])
         if context.number == 0:
             self._remove_later_records(meta)
-        context.barrier("all go on from the checkpoint")
+        context.barrier("resumption from the checkpoint")
         self.n_complete_epochs = int(meta["epochs"])
 
     def _remove_later_records(self, meta: Mapping[str, Any]) -> None:

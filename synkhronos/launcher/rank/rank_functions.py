@@ -14,14 +14,14 @@ import platform
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from synkhronos.graph_libraries import get_library, register_loaded_libraries
 from synkhronos.launcher import core_binding
 from synkhronos.launcher.configuration.settings import Settings
-from synkhronos.launcher.model_class.model_compilation import compile_model, set_model_options
+from synkhronos.launcher.model_class.model_compilation import ExchangedQuantity, compile_model, set_model_options
 from synkhronos.launcher.model_class.model_interface import (
     ModelInterfaceError,
     check_interface,
@@ -53,12 +53,12 @@ _EXCHANGE_DESCRIPTIONS = {
 
 @dataclass
 class LaunchedRank:
-    """Objects of one rank that one of its functions passes on to a later one."""
+    """Objects of one rank that `prepare_rank` and `build_model` pass on to later functions."""
 
     model: Any = None
     variables: VariablesByRole | None = None
     #: Quantity that ranks exchange after each step; None without such an exchange.
-    exchanged_quantity: Literal["gradient", "params"] | None = None
+    exchanged_quantity: ExchangedQuantity | None = None
     #: Recorder of a rank on another host.
     remote_recorder: RemoteRecorder | None = None
 

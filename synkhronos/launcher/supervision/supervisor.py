@@ -270,7 +270,7 @@ class Supervisor:
             deaths = self._deaths.read()
         if len(deaths) == self._n_logged_deaths:
             return False  # the ranks have raised an error, and would raise it again
-        self._n_logged_deaths = len(deaths)  # perhaps two more: the master may die after it has recorded a death
+        self._n_logged_deaths = len(deaths)  # the master may record a death, and then die too
         paths = list_checkpoints(self._memory_checkpoints.path)
         newest = str(paths[-1]) if paths else self._checkpoint
         limit, rank = self._death_limit, deaths[-1]["rank"]

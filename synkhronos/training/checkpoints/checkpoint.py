@@ -1,4 +1,4 @@
-"""Folders of checkpoints, from which interrupted trainings resume.
+"""Folders of checkpoints, from which interrupted training runs resume.
 
 A checkpoint is a folder of three files::
 
@@ -7,8 +7,9 @@ A checkpoint is a folder of three files::
         meta.json           {"format": 2, "metrics": {...}, "meta": {...}}
         SHA256SUMS          digests of both, as sha256sum writes them
 
-It is written under a unique name, synchronized with the disk and renamed, and it is renamed before it is removed: a
-checkpoint under its final name is complete.  Its digests are compared whenever it is read.  Nothing in it is a pickle.
+A checkpoint is written under a unique name, synchronized with the disk, and then renamed to its final name.  It is
+renamed again before it is removed.  So a checkpoint under its final name is complete.  Reading it compares the digests.
+Nothing in it is a pickle.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _FORMAT_VERSION = 2
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is damaged or of another training, or its folder is in use by another writer."""
+    """A checkpoint is damaged or belongs to another training run, or its folder is in use by another writer."""
 
 
 class CheckpointContent(NamedTuple):
@@ -56,15 +57,15 @@ class CheckpointContent(NamedTuple):
 
 
 class Checkpoint:
-    """Folder of a training's checkpoints: writes and reads them, and removes old ones.
+    """Folder of a training run's checkpoints: writes and reads them, and removes old ones.
 
-    A Checkpoint locks its folder when it first writes, and a trainer does so when it begins.  The lock ends with
-    `unlock`, with the trainer's last report, or with the process.
+    The first write locks the folder; a trainer locks it when it begins.  The lock is released by `unlock`, after the
+    trainer's last report, or when the process exits.
 
     Parameters
     ----------
     folder : path
-        Made if it does not exist.
+        The folder is created if it does not exist.
     keep : int
         Number of checkpoints to keep: the newest.
     every : int
@@ -130,7 +131,7 @@ class Checkpoint:
         TypeError, ValueError
             If an argument is wrong, such as an array of objects.
         CheckpointError
-            If another training writes into the folder.
+            If another training run writes into the folder.
         OSError
             For example if the disk is full; earlier checkpoints are unchanged.
         """
@@ -142,8 +143,8 @@ class Checkpoint:
         self.lock()
         with _make_temporary_folder(self.folder) as temporary:
             _write_files(temporary, files)
-            # Checkpoints of more rows are of an abandoned training: this one resumed from an earlier checkpoint.  They
-            # are removed first: after a kill in between, none of them can be mistaken for a later one of this training.
+            # Checkpoints of more rows belong to an abandoned run: this run resumed from an earlier checkpoint.  They
+            # are removed first.  After a kill in between, none of them can be mistaken for a checkpoint of this run.
             for later_path in reversed(self.list_paths()):
                 if _sort_key(later_path) > _sort_key(path):
                     self._remove(later_path)
@@ -172,7 +173,7 @@ class Checkpoint:
             self._lock.acquire()
         except BlockingIOError as error:
             raise CheckpointError(
-                f"checkpoint: {self.folder} is the folder of a training that {error.strerror} is running: wait for "
+                f"checkpoint: {self.folder} is the folder of a training run of {error.strerror}: wait for "
                 "its end, or name another folder"
             ) from None
         if not self._lock.is_exclusive:
@@ -205,22 +206,22 @@ class Checkpoint:
         return list_checkpoints(self.folder)
 
     def find_best(self) -> Path | None:
-        """Return the checkpoint with the best value of `keep_best`, the earliest of equal ones; None without any."""
+        """Return the first checkpoint with the best value of `keep_best`; None if there are no checkpoints."""
         if self.keep_best is None:
             return None
         costs: dict[Path, float] = {}
         for path in self.list_paths():
-            with contextlib.suppress(CheckpointError):  # a damaged one is not the best
+            with contextlib.suppress(CheckpointError):  # a damaged checkpoint is not the best
                 costs[path] = to_cost(_read_header(path)["metrics"], self.keep_best)
         best = min(costs, key=lambda path: costs[path], default=None)
         return None if best is None or costs[best] == np.inf else best
 
     def check_no_newer(self, seen: int) -> None:
-        """Raise CheckpointError if the folder has checkpoints of more than ``seen`` rows, of another training."""
+        """Raise CheckpointError if the folder has checkpoints of more than ``seen`` rows, from another run."""
         for newest_path in self.list_paths()[-1:]:
             if _sort_key(newest_path)[0] > seen:
                 raise CheckpointError(
-                    f"checkpoint: {newest_path} is of another training: go on from there with resume='latest', or name "
+                    f"checkpoint: {newest_path} is of another training run: continue it with resume='latest', or name "
                     "another folder"
                 )
 
@@ -253,7 +254,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def copy_checkpoint(path: Path, folder: Path) -> Path:
-    """Copy a checkpoint into another folder, unless that has it; return its path there."""
+    """Copy a checkpoint into another folder, unless that folder has it; return its path there."""
     copy = folder / path.name
     if copy.exists():
         return copy
@@ -265,7 +266,7 @@ def copy_checkpoint(path: Path, folder: Path) -> Path:
 
 @contextlib.contextmanager
 def _make_temporary_folder(folder: Path) -> Iterator[Path]:
-    """Make a folder in another one, for a block that renames it, and then wait until the name is on the disk."""
+    """Make a temporary folder for a ``with`` block, which renames it; then wait until the new name is on the disk."""
     temporary = _make_temporary_path(folder)
     os.makedirs(temporary)
     try:
@@ -363,7 +364,7 @@ def _import_safetensors() -> Any:
 
 
 def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write files into a folder, and wait until all of it is on the disk."""
+    """Write files into a folder, and wait until they are on the disk."""
     for name, content in files.items():
         file = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:

@@ -1,4 +1,4 @@
-"""Description of a training in its checkpoints, by which a training checks that it can resume from one."""
+"""Description of a training run in its checkpoints.  A run resumes only from checkpoints with its own description."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
 from synkhronos.training.updates.flat_gradient import get_shape
 from synkhronos.variable_types import SharedVariable
 
-#: Options that may change when a training is resumed: learning rates, and periods of exchanges.
+#: Options that may change when a run is resumed: learning rates, and periods of exchanges.
 CHANGEABLE_OPTIONS = frozenset({"learning_rate", "lr", "period", "push", "fetch", "start", "probability"})
 #: Placeholder of options that are not numbers, booleans or strings, such as shared variables; it equals any value.
 _ANY_VALUE = "symbolic"
@@ -35,7 +35,7 @@ def describe_training(
 ) -> dict[str, Any]:
     """Describe the model, the rules and their options, for a checkpoint's ``meta``.
 
-    ``kind`` is the program that trains: "trainer" or "run".  A training can resume from a checkpoint if both
+    ``kind`` is the program that trains: "trainer" or "run".  A training run can resume from a checkpoint if both
     descriptions are equal, except for `CHANGEABLE_OPTIONS`.
     """
     name, options = update_rule or (None, {})
@@ -54,7 +54,7 @@ def describe_training(
 
 
 def check_can_resume(path: str | os.PathLike[str], meta: Mapping[str, Any], expected_meta: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if a checkpoint's description differs from ``expected_meta``, that of this training."""
+    """Raise CheckpointError if a checkpoint's description differs from ``expected_meta``, which describes this run."""
     if (kind := meta.get("kind", "user")) != expected_meta["kind"]:  # users write checkpoints by `Checkpoint.save`
         raise CheckpointError(f"{path} is a checkpoint of a {kind}, got a {expected_meta['kind']}")
     _check_variables(path, "params", meta, expected_meta)  # first: with another model, everything else may differ too
@@ -106,7 +106,7 @@ def _to_json_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _describe_variable(shared: SharedVariable, role: str) -> list[Any]:
-    """Return a variable's name, shape and dtype; of ``others`` the number of axes instead, as shapes may change."""
+    """Return a variable's name, shape and dtype; for ``others`` the number of axes instead, as shapes may change."""
     shape = list(get_shape(shared))
     return [shared.name or "", f"{len(shape)}-d" if role == "others" else shape, str(shared.type.dtype)]
 

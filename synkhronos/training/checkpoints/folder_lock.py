@@ -1,8 +1,8 @@
 """Lock that gives a checkpoint folder one writer at a time.
 
-Two trainings that write into one folder could delete each other's checkpoints.  A file that marks the folder as in use
-would outlive a killed writer.  So the lock is `flock` on a file in the folder: the kernel releases it when the process
-exits, even by a kill; on NFS the server does.  The file's text names the writer, for error messages only.
+Two runs that write into one folder could delete each other's checkpoints.  A file that marks the folder as in use would
+outlive a killed writer.  So the lock is `flock` on a file in the folder.  When the process exits or is killed, the
+kernel releases the lock; on NFS the server does.  The file's text names the writer, for error messages only.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class FolderLock:
                 os.close(file)
                 raise
             self.is_exclusive = False
-            message = f"{self.path.parent}: its file system has no locks ({error}): let one training write there"
+            message = f"{self.path.parent}: its file system has no locks ({error}): let one run write there"
             warnings.warn(message, RuntimeWarning, stacklevel=4)
         self._file = file
         with contextlib.suppress(OSError):  # on a full disk the lock holds, and errors do not name the writer

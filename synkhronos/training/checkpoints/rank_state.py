@@ -27,7 +27,7 @@ from synkhronos.variable_types import SharedVariable
 
 @dataclass
 class RankStateSpec:
-    """Variables and exchange rule of a training, which determine the state of a rank.
+    """Variables and exchange rule of a training run, which determine the state of a rank.
 
     A rank stores the state under ``name``.  ``memory`` is the shared memory of the rule, by name.  If each step is one
     command of all ranks (``is_joint``), their parameters are equal, and only rank 0's are saved.

@@ -1,4 +1,4 @@
-"""Shared variables of a training by their role, which decides how ranks exchange and checkpoints store them."""
+"""Shared variables of a training run by role.  The role decides how ranks exchange and checkpoints store a variable."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from synkhronos.variable_types import Array, SharedVariable
 
 @dataclass
 class VariablesByRole:
-    """Shared variables of a training, by their role."""
+    """Shared variables of a training run, by their role."""
 
     #: Variables that ranks exchange: parameters, followed by running averages.  Their values are named ``params`` in
     #: `read_values` and in checkpoints.
@@ -35,7 +35,7 @@ class VariablesByRole:
 
     @classmethod
     def from_graph(cls, graph: TrainingGraph, params: Sequence[SharedVariable], rule: Rule) -> VariablesByRole:
-        """Group the variables of a training by their role under an exchange rule."""
+        """Group the variables of a training graph by their role under an exchange rule."""
         excluded_flags = [rule.exclude is not None and bool(rule.exclude(p)) for p in params]
         exchanged_params = [p for p, is_excluded in zip(params, excluded_flags, strict=True) if not is_excluded]
         if not exchanged_params:
@@ -58,7 +58,7 @@ class VariablesByRole:
 
     @property
     def whole_optimizer(self) -> list[SharedVariable]:
-        """Variables of the update rule, of a training that does not shard them."""
+        """Variables of the update rule, for runs that do not shard them."""
         assert self.optimizer is not None
         return self.optimizer
 
@@ -78,7 +78,7 @@ class VariablesByRole:
         return [np.array(get_array_device(value).to_numpy(value)) for value in map(_borrow_value, self.other_variables)]
 
     def read_values(self, exchanged_vector: np.ndarray | None = None) -> dict[str, Any]:
-        """Return copies of this process's values by role; ``exchanged_vector`` may replace those of exchanged ones."""
+        """Return copies of this process's values by role; ``exchanged_vector`` replaces the exchanged values."""
         values = {
             "params": np.array(FlatVariables(self.exchanged).get() if exchanged_vector is None else exchanged_vector),
             "excluded": np.array(FlatVariables(self.excluded).get()),

@@ -1,4 +1,4 @@
-"""The loop over batches of all trainings.
+"""The loop over batches that trainers and the launcher share.
 
 Each iteration trains on the next batches::
 

@@ -1,4 +1,4 @@
-"""Limits of ``on_death="continue"``: when deaths of processes end a training, and which rank is left out."""
+"""Limits of ``on_death="continue"``: the deaths that end a run, and the rank that is left out."""
 
 from __future__ import annotations
 

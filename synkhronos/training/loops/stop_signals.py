@@ -1,4 +1,4 @@
-"""Stop of a training at a scheduler's signal: the master records the signal, and the ranks agree on the last step.
+"""Stop of a training run at a scheduler's signal.  The master records the signal; the ranks agree on the last step.
 
 Workers and agents ignore signals that the master handles.  Synchronous ranks have to stop after the same step.  They
 exchange the request about twice a second rather than at each step, which would be slower.
@@ -22,7 +22,8 @@ from synkhronos.programs.rank_context import STOP_FLAG_LOCK
 from synkhronos.ranks.interrupts import get_handler, restore_handler, set_handler
 from synkhronos.training.loops.batch_loop import adapt_interval_steps
 
-#: Signals of schedulers, and of a closed terminal, at which a training saves and exits.
+#: Signals of schedulers, and of a closed terminal, at which a training run saves a checkpoint
+#: and exits.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 #: Seconds within which a second signal is taken for a copy of the first, sent to all processes of a job.
 DUPLICATE_SIGNAL_SECONDS = 1.0
@@ -41,14 +42,15 @@ class StopSignalHandler:
     """Context manager that records `STOP_SIGNALS`, except for signals with a handler of the user.
 
     The signal's default action kills this process ``grace_seconds`` after the signal.  A second signal kills it at once
-    if it arrives more than `DUPLICATE_SIGNAL_SECONDS` after the first one.  With ``grace_seconds=None`` the supervisor
-    does both.  ``flag`` is an array of one integer, which is set to the signal's number for `StopPoll`.
+    if it arrives more than `DUPLICATE_SIGNAL_SECONDS` after the first one.  If ``grace_seconds`` is None, the handler
+    kills nothing: in the launcher's runs the supervisor does this.  ``flag`` is an array of one integer, which is set
+    to the signal's number for `StopPoll`.
     """
 
     def __init__(self, grace_seconds: float | None, flag: np.ndarray | None = None):
         self._grace_seconds, self._flag = grace_seconds, flag
         self._signal_time = 0.0
-        self._exits_by_itself = False
+        self._is_exiting = False
         self._previous_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -67,8 +69,8 @@ class StopSignalHandler:
             number, _requested_stop = _requested_stop, 0
             # Without an exception, or when a generator is closed, the caller does not exit by the signal.
             if self._grace_seconds is not None and error_type in (None, GeneratorExit):
-                exit_by_signal(number)
-            self._exits_by_itself = error_type is SystemExit
+                kill_this_process(number)
+            self._is_exiting = error_type is SystemExit
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         global _requested_stop
@@ -81,16 +83,16 @@ class StopSignalHandler:
                 # Not `threading`: the signal may have interrupted it while it held a lock.
                 _thread.start_new_thread(self._exit_after, (number, self._grace_seconds))
         elif self._grace_seconds is not None and now > self._signal_time + DUPLICATE_SIGNAL_SECONDS:
-            exit_by_signal(number)
+            kill_this_process(number)
 
     def _exit_after(self, number: int, grace_seconds: float) -> None:
         time.sleep(grace_seconds)
-        if not self._exits_by_itself:
-            exit_by_signal(number)
+        if not self._is_exiting:
+            kill_this_process(number)
 
 
-def exit_by_signal(number: int) -> None:
-    """Kill this process by a signal's default action.  Any thread may call this."""
+def kill_this_process(number: int) -> None:
+    """End this process by the default action of a signal.  Any thread may call this."""
     libc = ctypes.CDLL(None)  # Python sets handlers only in the main thread
     libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
     libc.signal(number, None)

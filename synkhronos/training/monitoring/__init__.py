@@ -1,1 +1,1 @@
-"""Measurement of a training: validation metrics, reports, records, and the early stop."""
+"""Measurement of training: validation metrics, reports, records, and early stopping."""

@@ -90,7 +90,7 @@ def add_totals(totals: Sequence[RankTotals]) -> RankTotals:
 
 
 def resize_totals(totals: Sequence[RankTotals], n_ranks: int) -> list[RankTotals]:
-    """Convert totals to another number of ranks: the first has the sums over ranks, and all have the mean seconds."""
+    """Convert totals to another number of ranks: the first rank gets the sums, and all ranks get the mean seconds."""
     if not totals or len(totals) == n_ranks:
         return list(totals)
     first = add_totals(totals)
@@ -124,7 +124,7 @@ class ActivityTimer:
 
 
 class _NextLine:
-    """Line that a recorder gets next: totals since its last line, whose ``seconds`` are those at that line."""
+    """Next line of a recorder: its ``totals`` since the last line; their ``seconds`` are the times at the last line."""
 
     def __init__(self, recorder: RankRecorder):
         self.recorder = recorder
@@ -219,7 +219,7 @@ class Meter:
         return replace(self.totals, seconds=dict(self.seconds), learning_rate=learning_rate)
 
     def write_lines(self, epoch: int, n_rows_seen: int, learning_rate: float, flush: bool = False) -> None:
-        """Write a line to each recorder whose last line is ``every`` steps ago, or with ``flush`` any number."""
+        """Write a line to each recorder without one for ``every`` steps, or with ``flush`` for at least one step."""
         for line in self._lines:
             if line.totals.steps < (1 if flush else line.recorder.every):
                 continue

@@ -1,4 +1,4 @@
-"""Records of a training: dicts of figures, as lines of JSON in a folder or as events for TensorBoard.
+"""Records of a training run: dicts of numbers, as lines of JSON in a folder or as events for TensorBoard.
 
 A recorder is any object with ``write(record)``, which takes a dict.  `Recorder` writes a file per rank, so that ranks
 need not wait for each other::
@@ -33,10 +33,10 @@ REPORT_FILE = "reports.jsonl"
 class Recorder:
     """Recorder that appends lines of JSON to files in a folder.
 
-    Each rank writes its own file during the training: epoch, step, rows, loss, learning rate, rows per second, and the
+    During training each rank writes its own file: epoch, step, rows, loss, learning rate, rows per second, and the
     seconds since its last line by activity.  The master writes the reports of `Trainer.epochs` to ``reports.jsonl``.
     In both, ``epoch`` is the number of complete epochs: 0 in the lines of the first epoch, 1 in the report at its end.
-    When a training is resumed from a checkpoint, later lines are removed.
+    When a run is resumed from a checkpoint, later lines are removed.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ class Recorder:
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         """Append a record to a file of the folder, as a new line."""
         line = format_record(record)
-        # Opened for each line, which are few: no rank has unwritten lines when it is killed.
+        # The file is opened for each line.  Lines are few, and a killed rank then loses none.
         with open(self.folder / name, "ab+") as file:
             if file.tell():
                 file.seek(-1, os.SEEK_END)
@@ -79,14 +79,14 @@ class Recorder:
             file.write(f"{line}\n".encode())
 
     def truncate(self, seen: int) -> None:
-        """Remove all lines written after ``seen`` rows of training, which resumes there, and lines without ``seen``."""
+        """Remove all lines after ``seen`` rows, where training resumes, and all lines without the entry ``seen``."""
         for path in [self.folder / REPORT_FILE, *self.folder.glob(RANK_FILE_TEMPLATE.format("*"))]:
             if path.exists():
                 filter_lines(path, lambda record: record.get("seen", math.inf) <= seen)
 
 
 def filter_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
-    """Keep the lines whose records ``is_kept``; a killed process leaves the old file or the new one."""
+    """Remove lines, except those for whose record ``is_kept`` is true, by an atomic replacement of the file."""
     lines = [line for line in path.read_text().splitlines() if is_kept(_parse_line(line))]
     temporary = path.with_suffix(".cut")
     temporary.write_text("".join(line + "\n" for line in lines))
@@ -123,7 +123,7 @@ class TensorBoard:
         self._file = event_file_writer.EventsWriter(os.path.join(folder, "events"))
 
     def truncate(self, seen: int) -> None:
-        """Have TensorBoard drop all events after ``seen`` rows of training, which resumes there."""
+        """Make TensorBoard drop all events after ``seen`` rows, where training resumes."""
         log = self._proto.SessionLog
         self._file.write_event(self._proto.Event(step=seen, session_log=log(status=log.START)))
 

@@ -1,7 +1,7 @@
-"""Report of a trainer: figures of the steps since the last report, over all ranks.
+"""Report of a trainer: statistics of the steps since the last report, over all ranks.
 
-It is made from the `RankTotals` of the ranks.  Losses and rows are summed over ranks, times are averaged.  The speed
-excludes launches that may have compiled functions.
+A report is made from the `RankTotals` of the ranks.  Losses and rows are summed over ranks, times are averaged.  The
+speed excludes launches that may have compiled functions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Report:
     seconds : dict of str to float
         Mean time of a rank by activity: compute, exchange, wait, load.
     rows_per_step : str
-        Rows of a step: ranks times rows per rank, such as ``"4 x 100 = 400"``.
+        Description of a step's rows: ranks times rows per rank, such as ``"4 x 100 = 400"``.
     deaths : list of dict
         Deaths of workers since the last report after which the training continued: ``rank``, ``host``, ``cause``,
         ``step`` from which it continued, and ``seconds`` lost.
@@ -65,8 +65,9 @@ class Report:
         return self.validation if math.isnan(self.loss) else {"loss": self.loss, **self.validation}
 
     def to_record(self) -> dict[str, Any]:
-        """Return the attributes as a dict, for a recorder; without ``deaths`` if there were none."""
-        names = {"rows_seen": "seen", "rows_per_step": "batch"}  # in records of all versions
+        """Return the attributes under the names that record files use, without ``deaths`` if there were none."""
+        # Records keep the names of earlier versions, so that `show` can read and compare all files.
+        names = {"rows_seen": "seen", "rows_per_step": "batch"}
         return {names.get(name, name): value for name, value in vars(self).items() if value or name != "deaths"}
 
     def __str__(self) -> str:
@@ -85,7 +86,7 @@ def make_report(
 ) -> Report:
     """Make the report of an interval from the ranks' totals.  For joint steps ``totals`` has the master's totals only.
 
-    ``elapsed`` is the duration of the interval in seconds; default: the sum of the ranks' mean time by activity.
+    ``elapsed`` is the duration of the interval in seconds, by default the sum of the ranks' mean time by activity.
     """
     total = add_totals(totals)
     mean_total = replace(total, first_launch_seconds=total.first_launch_seconds / len(totals))

@@ -1,4 +1,4 @@
-"""Extra updates: those of a training step that are not the update rule's, such as running averages.
+"""Extra updates: updates in a training step besides the update rule's, such as running averages.
 
 They are averaged over ranks ("mean"), or each rank keeps its own value (None).  Without an op, an analysis of the graph
 decides whether ranks may compute different values.
@@ -26,7 +26,7 @@ UpdatesArgument = (
 
 
 class ExtraUpdate(NamedTuple):
-    """Update in a training step that is not one of the rule's.
+    """An update in a training step besides the update rule's.
 
     With the op "mean", ranks average the new values by rows; with None, each rank has its own.  With ``may_differ``,
     ranks may compute different new values in one step, even if their variables are equal before it.

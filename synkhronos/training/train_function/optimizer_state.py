@@ -20,7 +20,8 @@ class OptimizerState:
     """Access to the variables of an update rule as whole arrays.
 
     ``shareds`` are the variables of the unsharded optimizer, and keys of ``sharded_variables``.  ``n_ranks`` is None if
-    all are equal on all ranks.  ``variables`` are those that ranks update: for a sharded variable, the rank's shard.
+    all are equal on all ranks.  ``variables`` are the variables that ranks update.  For a sharded variable this is the
+    rank's shard.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class OptimizerState:
         return self.__dict__
 
     def get(self, shareds: Sequence[SharedVariable] | None = None) -> list[np.ndarray]:
-        """Return the whole values of variables of the unsharded optimizer; default: of all."""
+        """Return the whole values of variables of the unsharded optimizer, by default of all."""
         self.ensure_scattered()
         return [
             self._gather(self._sharded_variables[shared])
@@ -76,7 +77,7 @@ class OptimizerState:
         ]
 
     def set(self, values: Sequence[np.ndarray], shareds: Sequence[SharedVariable] | None = None) -> None:
-        """Set variables of the unsharded optimizer; default: all.  ``shareds`` has to include all sharded variables."""
+        """Set variables of the unsharded optimizer, by default all.  ``shareds`` must include all sharded ones."""
         self.ensure_scattered(caller_sets_all=True)
         for shared, value in zip(self._shareds if shareds is None else shareds, values, strict=True):
             if shared in self._sharded_variables:

@@ -44,7 +44,7 @@ class _StepCommandFields(NamedTuple):
     n_tail_items: int = 1
     #: Number of steps in one launch.  The rows of each rank are ordered by steps.
     n_steps: int = 1
-    #: If not, no rank fuses the step: a fused one may send the gradient in other chunks, or in another dtype.
+    #: Whether ranks may fuse the step.  A fused step may send the gradient in other chunks, or in another dtype.
     every_rank_has_rows: bool = True
     #: Whether the ranks launch the fused step without a comparison of their plans; see `can_skip_plan_check`.
     has_agreed_plan: bool = False
@@ -131,7 +131,7 @@ def can_skip_plan_check(rank: Rank, all_reduce: AllReduceValues) -> bool:
     """Whether all ranks still have the plan of the last fused step, as far as the master knows.
 
     A rank's plan changes with the master's, or after a failed command.  If it has changed on a worker alone, the
-    worker fails before its launch, and the watchdog aborts those of the others: no rank's parameters change.
+    worker fails before its launch, and the watchdog aborts the others' launches.  No rank's parameters change.
     """
     plan, command_number = rank.registry.get_or_create(_AgreedPlans).get(all_reduce, (None, 0))
     return plan is not None and command_number > rank.barriers.last_failed_command and plan.is_valid(rank)
@@ -253,7 +253,7 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
 
     def _store_rank_number(self, rank: Rank) -> None:
         """Set the variable of the rank's number at the first step on these ranks."""
-        numbered, key = rank.registry.get_or_create(_NumberedVariables), self.rank_number_key
+        numbered, key = rank.registry.get_or_create(_RankNumberVariables), self.rank_number_key
         if key in numbered:
             return
         shared = rank.get_object(key)
@@ -304,7 +304,7 @@ class _StepRunner(Runner):
         self.n_repeats, self.numpy_inputs = n_repeats, numpy_inputs
 
     def __call__(self, *inputs: Array) -> list[Any]:
-        """Return the outputs of all steps, ordered as by every `Runner` of several computations."""
+        """Return the outputs of all steps, in the order of each `Runner` of several computations."""
         lengths = [len(value) // self.n_repeats for value in inputs]
         by_step = []
         for i in range(self.n_repeats):
@@ -313,5 +313,5 @@ class _StepRunner(Runner):
         return [value for values in zip(*by_step, strict=True) for value in values]
 
 
-class _NumberedVariables(set[Any]):
+class _RankNumberVariables(set[Any]):
     """Keys of variables that hold the number of this rank."""

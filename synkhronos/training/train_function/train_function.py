@@ -146,8 +146,8 @@ class TrainFunction:
     def get_ema(self) -> list[SharedVariable] | None:
         """Return the moving averages of the parameters, in their order; None without the option `ema`.
 
-        With `shard_optimizer` each rank has a part of them, and this is a collective, which sets the returned variables
-        to the averages of this moment, on all ranks.
+        With `shard_optimizer` each rank has a part of the averages.  This method is then a collective: it sets the
+        returned variables to the current averages on all ranks.
         """
         self._optimizer.gather_whole_values(self._graph.ema or ())
         return self._graph.ema
@@ -482,22 +482,22 @@ def make_train_function(
     update_rule : callable
         A rule of `synkhronos.training.updates`, or a function with its arguments and results.
     sliceable_shareds : list of shared variables, optional
-        Data that the ranks hold already, each its own rows, by `synkhronos.scatter`: one shared variable for each
-        of `x` and `y`, of its type.  On a rank, all of these have equally many rows.
+        Data that `synkhronos.scatter` has distributed, so that each rank holds its own rows.  There is one shared
+        variable for each of `x` and `y`, of its type.  On a rank, all of these have equally many rows.
     extra_updates : dict, or list of (shared variable, expression) or (shared variable, expression, op), optional
         Further updates of a step, such as those of running averages, each computed from the rows of `x` and `y`.
 
         - "mean": the new values are averaged over ranks and slices by rows, in the all-reduce of the gradient.  The
           expression has to be a mean over rows, as the loss is.
-        - None: each rank keeps its own value, as of its last step.  Over slices, floats are averaged; of others, the
+        - None: each rank keeps the value of its own last step.  Over slices, floats are averaged.  For other types the
           last slice's value is kept.
 
         The default op is "mean" for floats, and None for random streams.  Another variable needs an op, unless its new
         value is equal on all ranks.  Parameters are updated after these.
     exchange : str, optional
-        With ``"bfloat16"``, GPUs send gradients in half the bytes, rounded to eight bits of mantissa, where a step is
-        one launch: not on CPU cores, in slices, with ranks that have no rows, or with Theano.  The update computes in
-        the parameters' precision.
+        With ``"bfloat16"``, GPUs send gradients in half the bytes, rounded to eight bits of mantissa.  This applies
+        where a step is one launch: not on CPU cores, in slices, with ranks that have no rows, or with Theano.  The
+        update computes in the parameters' precision.
     weight : scalar variable, optional
         Number of items that the loss is a mean over, if they are not the rows of `x`: ``mask.sum()`` for the loss
         ``(mask * errors).sum() / mask.sum()``.  It must not depend on `params`.  Gradients and losses are averaged by
@@ -514,8 +514,8 @@ def make_train_function(
         doubled after 2,000 other steps.  `extra_updates` are not skipped.
     shard_optimizer : bool, optional
         Divide the optimizer's state among the ranks (ZeRO-1), so that each needs memory for one n-th of it.  State that
-        the rule reads as a whole, such as the momentum of `muon`'s matrices, stays whole on every rank.  `lamb`, which
-        reads all of its state so, is refused.  See `TrainFunction.get_optimizer_state`.
+        the rule reads as whole arrays, such as the momentum of `muon`'s matrices, stays whole on every rank.  `lamb` is
+        refused, since it reads all of its state as whole arrays.  See `TrainFunction.get_optimizer_state`.
     **rule_kwargs
         Options of the rule, such as ``learning_rate=0.1``.
 

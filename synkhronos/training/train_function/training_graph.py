@@ -1,4 +1,4 @@
-"""Symbolic description of a training: a loss with its inputs, an update rule, and extra updates.
+"""Symbolic description of training: a loss with its inputs, an update rule, and extra updates.
 
 `TrainingGraph` checks the user's arguments once, for training functions and trainers alike.
 """
@@ -40,7 +40,7 @@ DataArgument = npt.ArrayLike | Data | Sequence[npt.ArrayLike | Data]
 
 
 class TrainingGraph:
-    """Loss, inputs and updates of a training, checked; the arguments are those of `make_train_function`.
+    """Loss, inputs and updates for training, checked; the arguments are those of `make_train_function`.
 
     Attributes
     ----------
@@ -202,7 +202,7 @@ def _parse_sliceable(shareds: Sequence[SharedVariable] | None, variables: list[V
 
 
 def build_local_updates(rule: RuleUpdates) -> dict[SharedVariable, Variable]:
-    """Return the updates of a step by the rank's own gradient, without an all-reduce: new values by shared variable."""
+    """Return the updates of a local step, by shared variable; the gradient is the rank's own, without an all-reduce."""
     expression = rule.grad_updates[rule.grad_shared]
     library = get_library(expression)
     new_values = library.clone(list(rule.param_updates.values()), {rule.grad_shared: expression})

@@ -18,7 +18,7 @@ from synkhronos.training.train_function.training_graph import (
     describe_update_rule,
     replace_params,
 )
-from synkhronos.training.trainer.death_recovery import RecoveringRunner
+from synkhronos.training.trainer.death_recovery import RecoveryPolicy
 from synkhronos.training.trainer.trainer_state import TrainerState
 from synkhronos.variable_types import SharedVariable
 
@@ -28,8 +28,9 @@ _trainer_numbers = itertools.count()
 class CompiledModel:
     """Compiled functions that take steps and validate, and the state that they change.
 
-    A *joint step* is one command of all ranks, which exchanges gradients: under BSP on gradients.  Under other rules
-    each rank takes a *local step* alone.  ``launch_shapes`` are those of joint launches so far; see `Meter`.
+    Under BSP on gradients a step is a *joint step*: one command of all ranks, which exchanges gradients.  Under other
+    exchange rules each rank takes a *local step* alone.  ``launch_shapes`` are the shapes of joint launches so far; see
+    `Meter`.
     """
 
     def __init__(
@@ -65,12 +66,12 @@ class CompiledModel:
         """Variables of the update rule; those of a sharded optimizer change with the number of ranks."""
         return self.graph.optimizer_state if self.joint_step is None else self.joint_step.optimizer_state
 
-    def make_recovering_runner(self, max_deaths: int) -> RecoveringRunner:
-        """Make the runner of operations for ``on_death="continue"``."""
+    def make_recovery_policy(self, max_deaths: int) -> RecoveryPolicy:
+        """Make the policy for ``on_death="continue"``."""
         ranks_have_own_state = bool(self.state.variables.generators) or any(
             update.may_differ and update.op != "mean" for update in self.graph.extra_updates
         )
-        return RecoveringRunner(self.state, ranks_have_own_state, max_deaths)
+        return RecoveryPolicy(self.state, ranks_have_own_state, max_deaths)
 
 
 def _compile_local_step(graph: TrainingGraph) -> Function:

@@ -1,4 +1,4 @@
-"""Continuation of a training after the death of a worker.
+"""Continuation of training after the death of a worker.
 
 The master keeps a copy of the state of all ranks in memory, made after the last complete operation::
 
@@ -50,8 +50,8 @@ _COPY_INTERVAL_SECONDS = 1.0
 _copies_by_trainer: dict[str, list[dict[str, Any]]] = {}
 
 
-class OperationRunner:
-    """Runner of a training's operations for ``on_death="stop"``: the death of a worker ends the training."""
+class DeathPolicy:
+    """Policy for deaths of workers while operations of a trainer run.  ``on_death="stop"``: a death ends training."""
 
     #: Number of steps per rank between two copies, where ranks take their own steps; None without copies.
     steps_per_copy: int | None = None
@@ -60,7 +60,7 @@ class OperationRunner:
     has_copy = False
 
     def enable_recovery(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager within which the training may continue after deaths."""
+        """Return a context manager within which training may continue after deaths."""
         return contextlib.nullcontext()
 
     def refresh_copy(self) -> None:
@@ -82,11 +82,10 @@ class OperationRunner:
         return []
 
 
-class RecoveringRunner(OperationRunner):
-    """Runner for ``on_death="continue"``: copies the state of a trainer, and replaces workers that die.
+class RecoveryPolicy(DeathPolicy):
+    """Policy for ``on_death="continue"``: copies the state of a trainer, and replaces workers that die.
 
-    With ``ranks_have_own_state``, the state of ranks with equal parameters differs elsewhere: in random generators, for
-    example.
+    With ``ranks_have_own_state``, ranks with equal parameters differ in other state, such as random generators.
     """
 
     steps_per_copy: int
@@ -103,7 +102,7 @@ class RecoveringRunner(OperationRunner):
         self.steps_per_copy = 1
         self._values: dict[str, Any] = {}
         self._rule_memory: dict[str, np.ndarray] = {}
-        #: The sharded optimizer's variables, of all ranks together.
+        #: Variables of the sharded optimizer, gathered from all ranks.
         self._sharded_optimizer: np.ndarray | None = None
         self._has_trained = self.has_copy = False
         #: Number of ranks for which the exchange rule's memory was made.
@@ -193,15 +192,13 @@ class RecoveringRunner(OperationRunner):
                 self._restore(ranks_to_remove)
             except Exception as failure:
                 error = failure
-                if session.size < size:  # they have been removed, and `death` has the new numbers
+                if session.size < size:  # the ranks are removed, and `death` has new numbers
                     ranks_to_remove = ()
                 continue
             seconds = time.perf_counter() - began
             lost = {"step": self.step, "seconds": round(seconds, 3)}
             self.deaths += [{"rank": death.rank, "host": death.host, "cause": death.cause, **lost} for death in deaths]
-            _log.warning(
-                "%s %s; the training went on from step %d, %.1f s later", peer, death.cause, self.step, seconds
-            )
+            _log.warning("%s %s; training continued from step %d, %.1f s later", peer, death.cause, self.step, seconds)
             return
         raise error
 
@@ -214,7 +211,7 @@ class RecoveringRunner(OperationRunner):
         Raises
         ------
         WorkerError
-            If the training cannot continue without these ranks.
+            If training cannot continue without these ranks.
         """
         is_lost = bool(death.lost_ranks) and not death.is_failed_start
         if not self._death_limit.is_rank_unusable and not is_lost:
@@ -224,7 +221,7 @@ class RecoveringRunner(OperationRunner):
         ranks_to_remove = sorted({*ranks_to_remove, *(death.lost_ranks or (death.rank,))})
         if self._session.rank.master_rank in ranks_to_remove:
             raise WorkerError(f"{failure}; the master can't be left out", death.rank) from error
-        _log.warning("%s %s; the training goes on without ranks %s", peer, death.cause, ranks_to_remove)
+        _log.warning("%s %s; training continues without ranks %s", peer, death.cause, ranks_to_remove)
         self._death_limit.reset_deaths_since_copy()
         return ranks_to_remove
 
@@ -264,7 +261,7 @@ def restore_copy(
     """Restore this rank from a copy: the one that the master sent, or else the one in this process's memory."""
     by_rank = _copies_by_trainer[spec.name] if copy_from_master is None else copy_from_master
     own = by_rank[context.number]
-    # Copied: the master restores it again if a worker dies before the next copy.
+    # The values are copied, since the master restores them again if a worker dies before its next copy.
     rank_state.set_state(context, spec, deepcopy({**by_rank[0], **own} if spec.is_joint else own))
     if not has_trained:
         context.get_storage(spec.name).clear()

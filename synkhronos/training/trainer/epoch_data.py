@@ -23,7 +23,7 @@ _MAX_STEPS_PER_LAUNCH = 64
 
 @dataclass
 class IntervalPlan:
-    """Interval between two reports: its range of positions, indexes into the epoch's order, and how to train on it."""
+    """Interval between two reports: a range of positions in the epoch's order of rows, and the settings of training."""
 
     #: Range of positions: ``start`` inclusive, ``stop`` exclusive.
     start: int
@@ -39,7 +39,7 @@ class IntervalPlan:
     shows_progress_bar: bool
     #: Groups of ranks that share rows: one group of all ranks, or one per host if the hosts have different rows.
     rank_groups: list[range]
-    #: Whether a signal may end the training before `stop`.
+    #: Whether a signal may end training before `stop`.
     can_stop: bool = False
     #: Totals between the last report and `start`: one per rank, or a single one for joint steps; empty at a report.
     earlier_totals: Sequence[Any] = ()

@@ -17,7 +17,7 @@ from synkhronos.training.loops.batch_loop import BatchLoop
 from synkhronos.training.loops.stop_signals import get_requested_stop
 from synkhronos.training.monitoring.meter import LossReader, Meter, RankTotals
 from synkhronos.training.trainer.compiled_model import CompiledModel
-from synkhronos.training.trainer.death_recovery import OperationRunner
+from synkhronos.training.trainer.death_recovery import DeathPolicy
 from synkhronos.training.trainer.epoch_data import IntervalPlan, RowSource
 
 
@@ -25,7 +25,7 @@ class LaunchBatches(NamedTuple):
     """Successive batches of one launch, with one step per batch.
 
     The schedule computes the learning rate for ``rate_position`` in the epoch.  ``starts`` are the positions of the
-    batches' first rows, ``end`` that after the rows of these batches, on all ranks.
+    batches' first rows.  ``end`` is the position after the rows of these batches, on all ranks.
     """
 
     rate_position: int
@@ -156,15 +156,15 @@ class RowsMovedError(Exception):
 class JointStepLoop(LaunchLoop):
     """Loop of the master whose steps are commands of all ranks."""
 
-    def __init__(self, plan: IntervalPlan, source: RowSource, model: CompiledModel, operation_runner: OperationRunner):
+    def __init__(self, plan: IntervalPlan, source: RowSource, model: CompiledModel, death_policy: DeathPolicy):
         state, graph = model.state, model.graph
         read = make_loss_reader(list, plan.has_loss_weight)
         meter = Meter(0, plan.recorders, read, model.launch_shapes, state.position.steps)
         super().__init__(plan, source, meter, plan.batch_size * ranks.get_session().size, True, state.rate)
         assert model.joint_step is not None
         self._step, self._learning_rate = model.joint_step, model.learning_rate
-        self._operation_runner = operation_runner
-        self._max_steps_per_launch = min(source.max_steps_per_launch, operation_runner.max_steps_per_launch)
+        self._death_policy = death_policy
+        self._max_steps_per_launch = min(source.max_steps_per_launch, death_policy.max_steps_per_launch)
         data = source.data
         self._x = data[: len(graph.x)] if graph.x_is_list else data[0]
         self._y = data[len(graph.x) :] if graph.y_is_list else data[-1]
@@ -189,7 +189,7 @@ class JointStepLoop(LaunchLoop):
     def set_learning_rate(self, rate: float) -> None:
         """Set the learning rate's variable on all ranks."""
         value = np.asarray(rate, self._learning_rate.type.dtype)
-        self._operation_runner.run_idempotent(lambda: broadcast(self._learning_rate, value))
+        self._death_policy.run_idempotent(lambda: broadcast(self._learning_rate, value))
 
     def launch(self, rows: list[Any]) -> list[tuple[Any, Any]]:
         """Take one step per batch, in one launch if possible, and read the losses."""
@@ -201,7 +201,7 @@ class JointStepLoop(LaunchLoop):
             # Losses that are not read yet would be lost with the rank that has them.
             return [(float(loss), weight if weight is None else float(weight)) for loss, weight in losses]
 
-        return self._operation_runner.run_update(take_steps, len(rows))
+        return self._death_policy.run_update(take_steps, len(rows))
 
     def free_after_launch(self, position_ranges: list[tuple[int, int]], steps: int) -> None:
         """Free the rows: `launch` has waited for the steps."""
@@ -217,10 +217,10 @@ class JointStepLoop(LaunchLoop):
 
 
 def take_joint_steps(
-    plan: IntervalPlan, source: RowSource, model: CompiledModel, operation_runner: OperationRunner
+    plan: IntervalPlan, source: RowSource, model: CompiledModel, death_policy: DeathPolicy
 ) -> tuple[int, RankTotals]:
     """Train all ranks on the rows of an interval; return the position reached, and the totals."""
-    loop, state = JointStepLoop(plan, source, model, operation_runner), model.state
+    loop, state = JointStepLoop(plan, source, model, death_policy), model.state
     try:
         with contextlib.suppress(RowsMovedError):  # the next interval repeats the step
             loop.run()

@@ -25,8 +25,8 @@ from synkhronos.variable_types import SharedVariable
 class _SharedBatchCounts:
     """Counts of the batches that each group of ranks has taken, in memory of all ranks; to be used with `lock` held.
 
-    The array has an element for each rank, of which those of the groups' first ranks are the counts.  The last element
-    is the number of rounds after which a signal stops the training; a round is a batch of each rank.
+    The array has an element for each rank.  The element of a group's first rank is the count of the group.  One more
+    element is the number of rounds after which a signal stops training; a round is one batch of each rank.
     """
 
     def __init__(self, rows: LocalRows):
@@ -42,11 +42,11 @@ class _SharedBatchCounts:
 
     @property
     def last_round(self) -> int:
-        """Number of the round, from 1, after which the training stops; 0 without a signal."""
+        """Number of the round, from 1, after which training stops; 0 without a signal."""
         return int(self.rows.array[-1])
 
     def stop_after_started_rounds(self, rank_groups: Iterable[range]) -> None:
-        """Set `last_round` so that each round of which some batch is taken is the last or an earlier one."""
+        """Set `last_round` to the latest round from which some group has taken a batch; at least 1."""
         self.rows.array[-1] = max(1, *(-(-self.get_count(group) // len(group)) for group in rank_groups))
 
 
@@ -116,7 +116,7 @@ class LocalStepLoop(LaunchLoop):
                 last_round = counts.last_round
                 if last_round:  # all groups stop after the same round, so that the rows trained on are one range
                     n_batches = min(n_batches, last_round * len(group) - n_taken)
-                # Of n_ranks successive batches a group takes those numbered as its ranks; a single group takes all.
+                # A round is n_ranks successive batches, numbered as the ranks.  A group takes those of its ranks.
                 starts = [
                     plan.start + (i // len(group) * n_ranks + group[i % len(group)]) * plan.batch_size
                     for i in range(n_taken, n_taken + n_batches)
@@ -199,7 +199,7 @@ def take_local_steps(
     """
     storage, rule = context.get_storage(spec.name), spec.rule
     state: State | None = storage.get("state")
-    restore_own_params(context, spec.name)  # after an interrupt there are none: the present ones are this rank's own
+    restore_own_params(context, spec.name)  # does nothing after an interrupt
     step_counts = context.all_gather(None if state is None else (state.step, state.steps_since_exchange))
     present_counts = [counts for counts in step_counts if counts is not None]
     if state is None or len(present_counts) < len(step_counts) or not rule.asynchronous and len(set(step_counts)) > 1:

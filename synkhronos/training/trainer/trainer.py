@@ -32,7 +32,7 @@ from synkhronos.training.train_function.extra_updates import UpdatesArgument
 from synkhronos.training.train_function.step_options import StepOptions
 from synkhronos.training.train_function.training_graph import DataArgument, TrainingGraph
 from synkhronos.training.trainer.compiled_model import CompiledModel
-from synkhronos.training.trainer.death_recovery import OperationRunner
+from synkhronos.training.trainer.death_recovery import DeathPolicy
 from synkhronos.training.trainer.epoch_data import EpochData, check_enough_rows
 from synkhronos.training.trainer.trainer_epoch_loop import TrainerEpochLoop
 from synkhronos.training.updates import nesterov_momentum
@@ -47,8 +47,8 @@ class Trainer:
     Attributes
     ----------
     params : list of shared variables
-        After each report the master has their values for all ranks: the centre, or the mean.  The same applies to
-        `extra_updates` with the op "mean".
+        The trained parameters.  After each report the master has the consensus of all ranks: the centre, or the mean.
+        The same applies to `extra_updates` with the op "mean".
     learning_rate : shared variable
     rule : Rule
     schedule : callable
@@ -157,8 +157,8 @@ class Trainer:
         FloatingPointError
             If the loss is NaN or infinite; no checkpoint is written then.
         CheckpointError
-            If the checkpoint is damaged or of another model, update rule or exchange rule, or if another training
-            writes into the folder.
+            If the checkpoint is damaged or of another model, update rule or exchange rule, or if another run writes
+            into the folder.
         LoadError, WorkerError
             If a loader can't read a row, or a loader or worker has died.
         SystemExit
@@ -167,10 +167,11 @@ class Trainer:
 
         Notes
         -----
-        With ``on_death="continue"`` the master copies the state of all ranks in memory: after each step under BSP on
-        gradients, and else about every second, or at each report if the loss has a weight.  After a death new workers
-        start, and all ranks return to the copy, so each row is used exactly once.  ``report.deaths`` describes the
-        deaths.  :ref:`deaths` has the details: ranks that can't start again, JAX and CUDA, several hosts.
+        With ``on_death="continue"`` the master keeps a copy of the state of all ranks in memory.  Under BSP on
+        gradients it copies after each step.  Under other rules it copies about every second, or at each report if
+        the loss has a weight.  After a death new workers start, and all ranks return to the copy, so each row is used
+        exactly once.  ``report.deaths`` describes the deaths.  :ref:`deaths` has the details: ranks that can't start
+        again, JAX and CUDA, several hosts.
         """
         loader = self._find_loader(x_data, y_data)
         data, count = ([], len(loader)) if loader else self._make_data(x_data, y_data, "x_data, y_data")
@@ -197,9 +198,9 @@ class Trainer:
         if resume == "latest" and checkpoint is None:
             raise ValueError("resume: expected a path, or checkpoint=..., in which to look for the latest")
         check_choice(on_death, "on_death", ("stop", "continue"))
-        max_deaths, operation_runner = check_at_least(max_deaths, "max_deaths", 1), OperationRunner()
+        max_deaths, death_policy = check_at_least(max_deaths, "max_deaths", 1), DeathPolicy()
         if on_death == "continue":
-            operation_runner = self._model.make_recovering_runner(max_deaths)
+            death_policy = self._model.make_recovery_policy(max_deaths)
         loop = TrainerEpochLoop(
             model=self._model,
             data=EpochData(data, count, batch_size, seed, loader),
@@ -210,7 +211,7 @@ class Trainer:
             recorders=recorders,
             checkpoint=checkpoint,
             shows_progress_bar=check_flag(progress, "progress"),
-            operation_runner=operation_runner,
+            death_policy=death_policy,
         )
         return self._iterate_reports(loop, resume, grace)
 
@@ -245,7 +246,7 @@ class Trainer:
                 stack.enter_context(StopSignalHandler(grace))
             self._loop = loop
             loop.begin(resume)
-            stack.enter_context(loop.operation_runner.enable_recovery())
+            stack.enter_context(loop.death_policy.enable_recovery())
             yield from loop.iterate_reports()
             if checkpoint is not None and get_requested_stop():
                 raise SystemExit(128 + get_requested_stop())

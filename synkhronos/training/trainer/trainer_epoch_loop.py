@@ -39,7 +39,7 @@ from synkhronos.training.monitoring.recorder import Recorder, TensorBoard
 from synkhronos.training.monitoring.report import Report, make_report
 from synkhronos.training.monitoring.validation_metrics import MetricTotals
 from synkhronos.training.trainer.compiled_model import CompiledModel
-from synkhronos.training.trainer.death_recovery import OperationRunner
+from synkhronos.training.trainer.death_recovery import DeathPolicy
 from synkhronos.training.trainer.epoch_data import (
     EpochData,
     IntervalPlan,
@@ -69,8 +69,8 @@ class TrainerEpochLoop(EpochLoop):
     checkpoint: Checkpoint | None
     #: Whether to show a progress bar.
     shows_progress_bar: bool
-    #: Runner of the training's operations, by ``on_death``.
-    operation_runner: OperationRunner
+    #: Policy for deaths of workers, by ``on_death``.
+    death_policy: DeathPolicy
 
     def __post_init__(self) -> None:
         self.first_metric = "loss" if self.valid is None else next(iter(self.model.metrics))
@@ -135,14 +135,14 @@ class TrainerEpochLoop(EpochLoop):
 
     def train(self) -> bool:
         """Train to the next report; return False if a signal stops it."""
-        self.operation_runner.refresh_copy()
+        self.death_policy.refresh_copy()
         position = self.position
         if not position.epoch_position:
             self._begin_epoch()
         self.interval_stop = self._find_interval_stop(position.interval_start)
-        if self.interval_stop < position.epoch_position:  # after a checkpoint of more ranks
+        if self.interval_stop < position.epoch_position:  # resumed from a checkpoint of more ranks
             self.interval_stop = self._find_interval_stop(position.epoch_position)
-        # Several times, if the state is copied within the interval, or a rank was left out.
+        # An interval has several parts if the state is copied within it, or a rank is left out.
         while position.epoch_position < self.interval_stop and not self.is_stop_requested():
             if self.model.joint_step is not None:
                 result = self._train_interval()
@@ -171,13 +171,13 @@ class TrainerEpochLoop(EpochLoop):
                 self._remove_later_records(self.position.seen)
             return self._train_interval()
 
-        result = self.operation_runner.run_update(attempt)
-        self.operation_runner.adapt_steps_per_copy(time.perf_counter() - began)
+        result = self.death_policy.run_update(attempt)
+        self.death_policy.adapt_steps_per_copy(time.perf_counter() - began)
         return result
 
     def _count_rows_until_copy(self) -> int:
         """Count the rows until the next copy of the ranks' state, where ranks take their own steps."""
-        steps, model = self.operation_runner.steps_per_copy, self.model
+        steps, model = self.death_policy.steps_per_copy, self.model
         if steps is None or model.joint_step is not None or model.graph.weight is not None:  # rules sum weights
             return self.data.n_epoch_rows
         return steps * self.data.batch_size * ranks.get_session().size
@@ -219,14 +219,14 @@ class TrainerEpochLoop(EpochLoop):
 
         try:
             # A loader frees memory on the ranks, and data_parts may be loaded again.
-            source = self.operation_runner.run_idempotent(make_source) if is_joint else make_source()
+            source = self.death_policy.run_idempotent(make_source) if is_joint else make_source()
             self.interval_stop, position.order_key = (
                 data.round_up_to_step(position.epoch_position, self.interval_stop),
                 data.order_key,
             )
             plan = self._make_plan(min(self.interval_stop, position.epoch_position + self._count_rows_until_copy()))
             if is_joint:
-                results = [take_joint_steps(plan, source, self.model, self.operation_runner)]
+                results = [take_joint_steps(plan, source, self.model, self.death_policy)]
             else:
                 results = self._run_local_loops(plan, source)
             end, totals = min(end for end, _ in results), [totals for _, totals in results]
@@ -270,14 +270,14 @@ class TrainerEpochLoop(EpochLoop):
         generators = self.model.state.spec.variables.generators if self.checkpoint is not None else []
 
         def validate_or_undo() -> bool:
-            # Repeated as a whole after a death: there may be fewer ranks then.
+            # After a death the whole validation is repeated, since there may be fewer ranks.
             states = run(rank_state.collect_generator_states, generators) if generators else []
             is_complete = self._validate(report)  # the metrics may draw random numbers
-            if not is_complete and generators:  # a resumed training repeats the validation
+            if not is_complete and generators:  # a resumed run repeats the validation
                 run(rank_state.restore_generator_states, generators, states)
             return is_complete
 
-        return self.operation_runner.run_update(validate_or_undo)
+        return self.death_policy.run_update(validate_or_undo)
 
     def _validate(self, report: Report) -> bool:
         model, valid = self.model, self.valid
@@ -318,7 +318,7 @@ class TrainerEpochLoop(EpochLoop):
         position.epoch_position = position.interval_start = 0 if is_epoch_over else self.interval_stop
         position.epoch += is_epoch_over
         position.n_rows_of_earlier_epochs += self.data.n_epoch_rows if is_epoch_over else 0
-        report.deaths = self.operation_runner.take_deaths()
+        report.deaths = self.death_policy.take_deaths()
         for recorder in self.recorders:
             recorder.write(report.to_record())
 
@@ -349,7 +349,7 @@ class TrainerEpochLoop(EpochLoop):
     def _save(self, seen: int) -> None:
         checkpoint, model = self.checkpoint, self.model
         assert checkpoint is not None
-        self.operation_runner.run_idempotent(lambda: model.state.save(checkpoint, self.data, model.schedule, seen))
+        self.death_policy.run_idempotent(lambda: model.state.save(checkpoint, self.data, model.schedule, seen))
 
     def save_at_signal(self) -> NoReturn:
         """Write a checkpoint between two reports, and exit with the status of the signal."""

@@ -30,7 +30,7 @@ class TrainerPosition:
 
     #: Number of complete epochs.
     epoch: int = 0
-    #: Position in the order of rows of this epoch at which the training goes on.
+    #: Position in the order of rows of this epoch at which training continues.
     epoch_position: int = 0
     #: Position of the last report; 0 at the start of an epoch.
     interval_start: int = 0

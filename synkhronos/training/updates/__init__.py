@@ -2,7 +2,7 @@
 
 Each rule returns a `RuleUpdates`, the triple ``(grad_updates, param_updates, grad_shared)``.  Signatures, formulas and
 defaults are those of Lasagne.  :doc:`extensions` shows the three calls of a step, which
-`synkhronos.training.make_train_function` makes one callable of.
+`synkhronos.training.make_train_function` combines into one callable.
 
 **The reduced gradient.**  By default the ranks' gradients have equal weights.  For a loss that is a mean over rows this
 is exact only if all ranks have the same number of rows.  Pass ``weight=x.shape[0]`` for an exact mean: each rank's

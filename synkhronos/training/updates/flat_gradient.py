@@ -97,8 +97,8 @@ class VectorPieces(list[Variable]):
 def split_gradient(vector: Variable, params: Sequence[SharedVariable], may_be_zero: bool = True) -> VectorPieces:
     """Return the reduced gradient of each parameter, in the vector's dtype.
 
-    The vector has gradients; or their products with weights, followed by the sum of the weights.  If this sum
-    ``may_be_zero``, the gradients are 0 where it is.
+    The vector has gradients, or products of gradients and weights followed by the sum of the weights.  If the sum
+    ``may_be_zero``, this function returns zeros for a sum of 0.
     """
     sizes = [int(np.prod(get_shape(p))) for p in params]
     is_weighted = get_shape(vector)[0] > sum(sizes)

@@ -66,10 +66,10 @@ def skip_overflows(updates: RuleUpdates, scale: SharedVariable) -> RuleUpdates:
 def add_moving_averages(
     updates: RuleUpdates, params: list[SharedVariable], decay: float
 ) -> tuple[RuleUpdates, list[Any]]:
-    """Add updates that compute moving averages of the parameters; return them, and the averages, in at least float32.
+    """Add updates for moving averages of the parameters; return all updates, and the averages, in at least float32.
 
-    They are e_t = d e_{t-1} + (1 - d) p_t, from the parameters before the first step, even if they have changed since
-    the rule was made.
+    The averages are e_t = d e_{t-1} + (1 - d) p_t.  They start from the parameters before the first step, even if the
+    parameters have changed since the rule was made.
     """
     library = get_library(*params)
     tensor = library.tensor

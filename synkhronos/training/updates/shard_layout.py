@@ -23,7 +23,7 @@ class ShardLayout:
     shapes, sizes : list of tuple, list of int
         Shapes and numbers of elements of the whole parameters.
     is_sharded : list of bool
-        Whether each parameter is sharded; every row has the whole of another one.
+        Whether each parameter is sharded.  Every row has the whole of a parameter that is not.
     lengths : list of int
         Number of columns of each parameter.
     matrix, row, rank : shared variable
@@ -35,7 +35,7 @@ class ShardLayout:
         self._tensor = self._library.tensor
         self.shapes = [get_shape(p) for p in params]
         self.sizes = [int(np.prod(shape)) for shape in self.shapes]
-        # Neither an empty parameter nor one whose type has a single element.
+        # A parameter is not sharded if it is empty, or if its type has a single element.
         are_arrays = [not all(p.type.broadcastable) for p in params]
         self.is_sharded = [size > 0 and is_array for size, is_array in zip(self.sizes, are_arrays, strict=True)]
         self.lengths = [
@@ -44,7 +44,7 @@ class ShardLayout:
         ]
         self._columns = np.cumsum([0, *self.lengths]).tolist()
         self.n_tail = get_shape(vector)[0] - sum(self.sizes)
-        # At least one element more: a vector of a single element would be broadcastable.
+        # The tail has at least one element, since a row of a single element would be broadcastable.
         dtype, width = vector.type.dtype, self._columns[-1] + max(1, self.n_tail)
         self.matrix = self._library.shared(np.zeros((n_ranks, width), dtype), name="grad_shared")
         self.row = self._library.shared(np.zeros(width, dtype), name="grad_row")
@@ -56,7 +56,7 @@ class ShardLayout:
 
     @property
     def tail(self) -> Any:
-        """The elements after all parameters in this rank's row; one without a meaning if the vector has no tail."""
+        """Elements after all parameters in this rank's row; a single unused element if the vector has no tail."""
         return self.row[self._columns[-1] :]
 
     def stack_shards(self, vector: Variable) -> Any:

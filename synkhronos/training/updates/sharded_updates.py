@@ -62,9 +62,10 @@ class ShardedVariable(NamedTuple):
 class _ShardedValue:
     """Value of a variable of the rule's graph, in the rewritten graph of one rank.
 
-    ``shard`` has this rank's elements of it, if they correspond to elements of the parameter ``param_index``.
+    ``shard`` has this rank's elements of the value, if they correspond to elements of the parameter ``param_index``.
     ``make_whole`` returns the whole value, or raises `_NotWholeError` if it depends on a sharded variable.  ``pieces``
-    are the lengths and values of the parts of a concatenation.  If ``is_unchanged``, it depends on no sharded variable.
+    are the lengths and values of the parts of a concatenation.  With ``is_unchanged``, the value depends on no sharded
+    variable.
     """
 
     variable: Any

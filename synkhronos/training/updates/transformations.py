@@ -221,8 +221,8 @@ def clip(max_delta: Scalar) -> Transformation:
 def add_decayed_weights(weight_decay: Scalar, mask: Callable[[SharedVariable], bool] | None = None) -> Transformation:
     r"""Return a transformation that adds :math:`\lambda p` to the gradient of each parameter, or to its step.
 
-    Before a rule this is an L2 penalty.  Behind a rule the decay is decoupled; there it is not multiplied by the
-    learning rate, unlike `adamw`'s.
+    Before a rule this is an L2 penalty.  After a rule the decay is decoupled.  It is then not multiplied by the
+    learning rate, unlike the decay of `adamw`.
 
     Parameters
     ----------
@@ -311,7 +311,7 @@ def total_norm_constraint(
 def norm_constraint(
     tensor_var: Variable, max_norm: Scalar, norm_axes: Sequence[int] | None = None, epsilon: Scalar = 1e-7
 ) -> Variable:
-    r"""Scale a variable's incoming weights such that the norm of each unit's is at most `max_norm`.
+    r"""Scale the incoming weights of each unit such that their norm is at most `max_norm`.
 
     Parameters
     ----------
@@ -320,8 +320,8 @@ def norm_constraint(
     max_norm : float or symbolic scalar
         A number must be positive.
     norm_axes : sequence of int, optional
-        Axes over which norms are taken.  By default the first of a matrix, and all but the first of an array with 3
-        to 5 dimensions, as weights of convolutions have.
+        Axes over which norms are taken.  Default: the first axis of a matrix; all but the first axis of an array with
+        3 to 5 dimensions, such as the weights of a convolution.
     epsilon : float, optional
         Added to the divisor.
 

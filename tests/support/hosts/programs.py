@@ -31,7 +31,7 @@ from synkhronos.data.rows import get_share
 from synkhronos.hosts import mpirun
 from synkhronos.ranks.mailbox import Mailbox
 from synkhronos.training import make_train_function, make_train_function_serial, updates
-from synkhronos.training.trainer.death_recovery import RecoveringRunner
+from synkhronos.training.trainer.death_recovery import RecoveryPolicy
 
 HOSTS = os.environ.get("HOSTS", "").split(",")  # Open MPI's mpirun does not pass it on to ranks on other hosts
 
@@ -579,7 +579,7 @@ class Killer:
     def __init__(self) -> None:
         from hosts import programs  # the others find the command by its name
 
-        self.command, self.post, self.copy = programs.KillAndRun, Mailbox.post, RecoveringRunner._copy_state
+        self.command, self.post, self.copy = programs.KillAndRun, Mailbox.post, RecoveryPolicy._copy_state
         self.moments: dict[int, Any] = {}
         self.count, self.is_armed = 0, False
 
@@ -587,7 +587,7 @@ class Killer:
         self.patches = contextlib.ExitStack()
         for owner, name, function in (
             (Mailbox, "post", self.send),
-            (RecoveringRunner, "_copy_state", self.copy_and_arm),
+            (RecoveryPolicy, "_copy_state", self.copy_and_arm),
         ):
             self.patches.enter_context(mock.patch.object(owner, name, partialmethod(_call, function)))
         return self
@@ -595,7 +595,7 @@ class Killer:
     def __exit__(self, *error: object) -> None:
         self.patches.close()
 
-    def copy_and_arm(self, recovery: RecoveringRunner) -> None:
+    def copy_and_arm(self, recovery: RecoveryPolicy) -> None:
         """Copy the ranks' state: without a copy a death ends the training."""
         self.copy(recovery)
         self.is_armed = True
@@ -685,7 +685,7 @@ def survive(name: str, seed: str, source: str = "arrays") -> None:
 
 
 def survive_host(name: str, fault: str, source: str = "arrays") -> None:
-    """Train on through the loss of the last host; compare with a training resumed on the ranks that are left.
+    """Train on through the loss of the last host; compare with a run resumed on the ranks that are left.
 
     The fault is that its "agent" is killed, or the whole "host".  Of three hosts, ``mpirun`` does not say which it was.
     """

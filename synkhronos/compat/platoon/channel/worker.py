@@ -111,8 +111,9 @@ class Worker(metaclass=SingletonType):
     def lock(self, timeout: float | None = None) -> None:
         """Take the lock of this host's workers.
 
-        If another worker still holds it after ``timeout`` seconds, by default without a limit, posix_ipc.BusyError is
-        raised, as in Platoon, or TimeoutError where posix_ipc is not installed; PlatoonError if this worker holds it.
+        By default there is no time limit.  If another worker still holds the lock after ``timeout`` seconds,
+        posix_ipc.BusyError is raised, as in Platoon, or TimeoutError where posix_ipc is not installed.  If this worker
+        holds the lock already, PlatoonError is raised.
         """
         if self._holds_lock:
             raise PlatoonError("lock: this worker holds the lock already")

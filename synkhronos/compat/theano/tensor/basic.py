@@ -73,7 +73,7 @@ def _get_constant(x: Any) -> Any:
 def alloc(value: Any, *shape: Any) -> Any:
     """Fill an array with a value.
 
-    As in Theano, the type has the lengths that are constants or simple expressions of one.  `pytensor.tensor.alloc`
+    As in Theano, the type has the lengths that are constants or simple expressions of them.  `pytensor.tensor.alloc`
     would simplify the graphs of all lengths, which include a network's layers, and dominate the time to build it.
     """
     lengths = [pt.as_tensor_variable(n, ndim=0) for n in shape]

@@ -90,7 +90,7 @@ def _conv(
 def _conv_grad_wrt_inputs(
     n: int, output_grad: Any, filters: Any, input_shape: Any, filter_shape: Any = None, *settings: Any, **kwargs: Any
 ) -> Any:
-    """Return the gradient of a convolution by its input, whose spatial shape is required; settings as in `conv2d`."""
+    """Return the gradient with respect to the input, whose spatial shape is required; settings as in `conv2d`."""
     return _compute_input_grad(_make_op(ConvGradInputs, n, *settings, **kwargs), output_grad, filters, input_shape)
 
 
@@ -103,7 +103,7 @@ def _compute_input_grad(op: Any, output_grad: Any, filters: Any, input_shape: An
 def _conv_grad_wrt_weights(
     n: int, input: Any, output_grad: Any, filter_shape: Any, input_shape: Any = None, *settings: Any, **kwargs: Any
 ) -> Any:
-    """Return the gradient of a convolution by its filters, whose spatial shape is required; settings as in `conv2d`."""
+    """Return the gradient with respect to the filters, whose spatial shape is required; settings as in `conv2d`."""
     return _compute_filter_grad(_make_op(ConvGradWeights, n, *settings, **kwargs), input, output_grad, filter_shape)
 
 

@@ -31,7 +31,7 @@ def _resolve_axes(axes: Any, ndim: int) -> tuple[int, ...]:
 
 
 class _ParameterLayout:
-    """Layout of ``gamma``, for all parameters: all dimensions, or only the dimensions that are not normalized."""
+    """Layout of all parameters, that of ``gamma``: all dimensions, or only those that are not normalized."""
 
     def __init__(self, inputs: Any, axes: tuple[int, ...], gamma: Any):
         self.axes = axes
@@ -77,8 +77,8 @@ def batch_normalization_train(
     """Normalize by the mean and variance of the inputs, then scale and shift.
 
     Return the output, the mean and the reciprocal of the standard deviation; with running averages, also their new
-    values.  ``gamma`` and ``beta`` have as many dimensions as the inputs, of length 1 on ``axes``, or lack these.
-    ``axes`` is 'per-activation' for the first one, 'spatial' for all but the second, or a tuple.
+    values.  ``gamma`` and ``beta`` have as many dimensions as the inputs, of length 1 on ``axes``, or lack ``axes``.
+    ``axes`` is 'per-activation' for the first axis, 'spatial' for all axes but the second, or a tuple.
 
     Examples
     --------

@@ -10,7 +10,7 @@ from synkhronos.compat.ops.windows import to_integer
 
 
 def images2neibs(ten4: Any, neib_shape: Any, neib_step: Any = None, mode: str = "valid") -> Any:
-    """Return a matrix with a row for each neighbourhood in images of four dimensions; the default step is its shape.
+    """Return a matrix with a row for each neighbourhood in images; by default the step is a neighbourhood's shape.
 
     With mode 'valid' neighbourhoods have to fill the images exactly, with 'ignore_borders' they need not; with 'half'
     and 'full' they extend over the edges, onto zeros, by half of their length or by all but one element; with
