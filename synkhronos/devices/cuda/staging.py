@@ -44,8 +44,6 @@ _THREADS = 512
 _LOADS = 4
 #: Maximal number of bytes of arrays that are fetched through page-locked memory.
 MAX_FETCH_NBYTES = 1 << 20
-#: Maximal number of bytes for which CUDA's driver copies pageable memory without waiting for the stream.
-_MAX_QUEUED_NBYTES = 1 << 16
 #: CUDA_SUCCESS, as an integer.
 _SUCCESS = 0
 
@@ -212,15 +210,8 @@ class Staging:
         """Start a copy of a vector of indexes to a reused buffer; return the buffer's array."""
         self._rank = rank
         self.set_current_gpu()
-        buffer = self._get_double_buffer(buffers, values.shape, values.dtype.str).acquire()
-        if 0 < values.nbytes <= _MAX_QUEUED_NBYTES and self.library.stream is not None:
-            # On the library's stream, after the launches that read the buffer: so its address stays the same.  The
-            # driver has read the values when the call returns.
-            check_result(
-                self.driver.cuMemcpyAsync(buffer.pointer, values.ctypes.data, values.nbytes, self.library.stream)
-            )
-            return buffer.array
         self._mark_pending(rank)
+        buffer = self._get_double_buffer(buffers, values.shape, values.dtype.str).acquire()
         if values.size:
             source = self._vector_memory.store(values)
             check_result(self.driver.cuMemcpyAsync(buffer.pointer, source, values.nbytes, self.copy_stream_handle))
