@@ -12,7 +12,7 @@ from typing import Any
 
 from synkhronos.graph_libraries.library import GraphLibrary
 
-__all__ = ["GraphLibrary", "is_variable", "get_library", "list_loaded_libraries"]
+__all__ = ["GraphLibrary", "is_variable", "get_library", "list_loaded_libraries", "register_loaded_libraries"]
 
 #: Module of each library's subclass of `GraphLibrary`, by import name.
 _LIBRARY_MODULES = {"pytensor": "synkhronos.graph_libraries.pytensor", "theano": "synkhronos.graph_libraries.theano"}

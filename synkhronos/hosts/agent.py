@@ -186,7 +186,7 @@ class Agent:
     def _poll_memory(self) -> bool:
         """Send changes of this host's control memory to the other hosts; return True if there were any."""
         words, has_events = self._control.words, False
-        # Read before FAILED: a failing rank writes FAILED and then `done`, so DONE is never sent before FAILED.
+        # `done` is read before FAILED: a failing rank writes FAILED first, so DONE is never sent before FAILED.
         done = tuple(self._control.done[self._local_slice])
         if self._is_master_host and words[ControlMemory.POSTED] > self._last_command_number:
             self._send_command()
@@ -319,7 +319,7 @@ class Agent:
                 if not self._is_master_host:
                     if os.getppid() > 1:
                         with contextlib.suppress(OSError):
-                            os.kill(os.getppid(), signal.SIGKILL)  # mpirun's daemon, which would wait for ever
+                            os.kill(os.getppid(), signal.SIGKILL)  # the daemon of mpirun would wait forever
                     self._exit_alone()
                 ranks, name = self._ranks_by_host[host], self._host_names[host]
                 death = Death(ranks.start, name, 0, f"has sent no message for {timeout:g} seconds")
@@ -441,7 +441,7 @@ class Agent:
         self._control.words[ControlMemory.FAILURE_NBYTES] = len(content)
         self._control.wake_all_ranks()
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self._config["master"], signal.SIGURG)  # for `PeerWatch`: the master may be computing
+            os.kill(self._config["master"], signal.SIGURG)  # wakes `PeerWatch`, since the master may be computing
 
     def _exit_alone(self) -> None:
         """Kill this host's workers and exit, without waiting for the other hosts."""

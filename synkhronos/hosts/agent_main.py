@@ -56,7 +56,7 @@ def main(address: str) -> None:
     # By default UCX creates shared memory for processes of the same host.  There are none, and the memory would stay
     # behind if this process were killed during its start.
     os.environ.setdefault("UCX_TLS", "^sm")
-    signal.alarm(_START_SECONDS)  # MPI waits without limit until all are connected
+    signal.alarm(_START_SECONDS)  # MPI would wait for other hosts without limit
     from mpi4py import MPI
 
     _unlink_shared_memory()
@@ -143,7 +143,7 @@ def _run_session(
     if segment_channel is not None:
         segment_channel.close()
     with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:  # children of workers, which have become this process's
+        while os.waitpid(-1, os.WNOHANG)[0]:  # orphaned children of workers are now this process's children
             pass
 
 
@@ -196,7 +196,7 @@ def _get_host_info() -> dict[str, Any]:
     """Return this host's name, numbers of usable cores and of GPUs, and versions, for the master."""
     versions = list_versions(("synkhronos", "numpy", "pytensor", "Theano", "jax", "nccl4py", "cuda-core"))
     versions |= {"Python": platform.python_version()}
-    if find_spec("pygpu") is not None:  # linked into environments without metadata
+    if find_spec("pygpu") is not None:  # environments link it without its metadata
         versions["pygpu"] = "installed"
     return {
         "name": platform.node(),

@@ -206,7 +206,7 @@ class MpiLink(Link):
         except subprocess.TimeoutExpired as error:  # a shared ssh connection keeps the pipes open
             outputs = [(text or b"").decode(errors="backslashreplace") for text in (error.output, error.stderr)]
         lines = [line.strip(" =-") for text in reversed(outputs) for line in text.splitlines()]
-        for line in lines:  # an agent's own message, among mpirun's
+        for line in lines:  # the message of an agent, if mpirun's output has one
             if line.startswith("RuntimeError: "):
                 return line.removeprefix("RuntimeError: ")
         return "; ".join(line for line in lines if line) or f"mpirun ended with code {self._mpirun.returncode}"
@@ -233,7 +233,7 @@ class MpiLink(Link):
             "modules": [] if self._uses_gpus else _list_forkable_modules(),
         }
         self._channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-        # A channel of this session's own: segments that the agent has not received end with it.
+        # Each session has its own channel, so that segments the agent has not received end with the session.
         segment_channel, agent_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with agent_end:
             fds = [control_file.fileno(), agent_end.fileno()]
@@ -291,7 +291,7 @@ class MpiLink(Link):
             message, rank, death = json.loads(bytes(self._link_memory.failure_message[:length]))
             if death is not None:
                 death = Death(*death)
-                if not death.pid:  # of a host
+                if not death.pid:  # a host has failed
                     death = death._replace(lost_ranks=self.ranks_by_host[find_host(self.ranks_by_host, rank)])
             return PeerFailure(message, rank, death)
         assert self._channel is not None
@@ -466,7 +466,7 @@ def _list_forkable_modules() -> list[str]:
         for name, module in list(sys.modules.items())
         if name.partition(".")[0] in _FORKABLE_PACKAGES
         and "jax" not in name  # a fork would lack JAX's threads
-        and module.__name__ == name  # not PyTensor under Theano's names
+        and module.__name__ == name  # excludes PyTensor under Theano's names
     ]
 
 

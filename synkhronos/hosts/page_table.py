@@ -38,7 +38,7 @@ class PageTable:
     def add(self, key: int, memory: np.ndarray) -> None:
         """Add a segment, an array of pages; no other host has any page of it yet."""
         self.memory[key] = memory
-        # The kernel allocates only pages that are written, and only pages that are sent are written here.
+        # Only sent pages are written into the copy, and the kernel allocates only pages that are written.
         self._sent_copies[key] = np.empty(memory.shape, np.uint8)
         self._held_pages[key] = np.zeros((self._n_hosts, len(memory)), bool)
 

@@ -123,7 +123,7 @@ class ProgramAgent:
             transfer = self._transfers.popleft()
             has_ended = next(transfer, True)
             if not has_ended:
-                self._transfers.append(transfer)  # one chunk of each in turn
+                self._transfers.append(transfer)  # the transfers send a chunk each in turn
             has_events = True
         return has_events
 

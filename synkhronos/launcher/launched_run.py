@@ -48,14 +48,14 @@ class LaunchedRun:
             exchange = [parse_exchange_option(name, value) for name, value in attributes.items() if value is not None]
         settings = merge_tables([rule_settings, *exchange, other_settings])
         for name, value in (("devices", devices), ("modelfile", modelfile), ("modelclass", modelclass)):
-            if value not in (None, ""):  # else the environment may set it
+            if value not in (None, ""):  # an empty value is left to the environment
                 settings[name] = value
         script = sys.argv[0] if sys.argv and os.path.exists(sys.argv[0]) else None
         self.settings: Settings = resolve_settings([settings, read_environment(os.environ)], source_path=script)
         self.folder = Path(self.settings.folder)
         open_standard_streams()
         lock = create_and_lock_run_folder(self.settings, [sys.executable, *sys.argv])
-        with contextlib.suppress(OSError, ValueError):  # on a full disk, or closed
+        with contextlib.suppress(OSError, ValueError):  # the disk is full, or the stream is closed
             sys.stdout.flush()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "synkhronos.launcher.supervision.supervisor", str(self.folder), str(os.getpid())],
@@ -100,7 +100,7 @@ class LaunchedRun:
             for number, handler in previous_handlers.items():
                 signal.signal(number, handler)
         for received in received_signals:
-            signal.raise_signal(received)  # the default action: it ends this process
+            signal.raise_signal(received)  # the default action ends this process
         if status:
             failure = self.folder / FAILURE_FILE
             text = failure.read_text("utf-8", "backslashreplace") if failure.is_file() else ""

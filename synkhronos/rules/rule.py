@@ -56,7 +56,7 @@ class Rule:
     _launched_run: Any = None
 
     def __init__(self, period: Period | None = None, exclude: Exclude = None, precision: str | None = None):
-        if period is not None:  # else the class attribute applies
+        if period is not None:  # None leaves the class attribute
             self.period = period if callable(period) else check_period(period, "period")
         if exclude is not None and not callable(exclude):
             raise TypeError(f"exclude: expected a function of a shared variable, got {exclude!r}")
@@ -176,7 +176,7 @@ class Rule:
         """
         if self._launched_run is not None:
             raise RuntimeError("init() was called already: call wait(), or make another rule")
-        # Imported at its first use: the launcher is in a higher layer, and most programs do not use it.
+        # The launcher is imported here, since it is in a higher layer, and most programs do not use it.
         launched_run = importlib.import_module("synkhronos.launcher.launched_run")
         self._launched_run = launched_run.LaunchedRun(self, devices, modelfile, modelclass, **settings)
 
@@ -215,9 +215,9 @@ def reduce_by_rows(
     n = state.average_size
     if not n:
         return reduce(vector)
-    # Weight of a rank without rows: negligible beside any number of rows.  A power of two, so products are exact.
+    # A rank without rows has a negligible weight.  It is a power of two, so products are exact.
     min_weight = 2.0**-14 if "float16" in (precision, vector.dtype.name) else 2.0**-64
-    # At most 1, since the range of float16 is narrow.
+    # Weights are at most 1, since the range of float16 is narrow.
     weight = max(state.own.get("batches", 0.0) / max(1, state.steps_since_exchange), min_weight)
     weighted = concatenate(vector[:-n], vector[-n:] * weight, np.full(1, weight, vector.dtype))
     reduced = reduce(weighted.astype(vector.dtype))

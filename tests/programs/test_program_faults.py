@@ -224,7 +224,7 @@ def test_run_refuses_unpicklable_values(two_ranks_per_test):
         ("a group of halves", TypeError, "ranks: expected integers, got 0.5"),
         ("an average of integers", ValueError, "op: 'avg' of an array is not defined for dtype int64"),
         ("an average of integers in a group", ValueError, "op: 'avg' of an array is not defined for dtype int64"),
-        ("a decision of nobody", IndexError, "root: expected 0 to 1, got -1"),
+        ("a broadcast from rank -1", IndexError, "root: expected 0 to 1, got -1"),
         ("objects", TypeError, "array: expected numbers, got an array of object"),
         ("dates", TypeError, "array: expected numbers, got an array of datetime64"),
         ("records in a group", TypeError, "array: expected numbers, got an array of .*i4"),

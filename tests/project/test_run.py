@@ -16,7 +16,7 @@ from library import DEVICE
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = [pytest.mark.skipif(DEVICE != "host", reason="once is enough")]
+pytestmark = [pytest.mark.skipif(DEVICE != "host", reason="run.py does not depend on the device")]
 
 
 def run(root, *arguments, before=(), **variables):
@@ -75,21 +75,21 @@ def test_run_py_on_a_full_disk_says_so(tmp_path):
 
 
 @pytest.fixture
-def module(tmp_path, monkeypatch):
+def run_py(tmp_path, monkeypatch):
     """Import run.py with stand-in environments, whose interpreters print their arguments, and fail with --fails."""
     spec = importlib.util.spec_from_file_location("run", ROOT / "run.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "run", module)  # dataclasses look it up there
-    spec.loader.exec_module(module)
-    for name in module.ENVIRONMENTS_BY_NAME:
+    run_py = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "run", run_py)  # dataclasses look it up there
+    spec.loader.exec_module(run_py)
+    for name in run_py.ENVIRONMENTS_BY_NAME:
         (tmp_path / name / "bin").mkdir(parents=True)
         python = tmp_path / name / "bin" / "python"
         python.write_text('#!/bin/sh\necho "on $SYNKHRONOS_TEST_DEVICE: $*"\ncase "$*" in *--fails*) exit 3; esac\n')
         python.chmod(0o755)
-    monkeypatch.setattr(module, "ENVIRONMENTS", tmp_path)
-    monkeypatch.setattr(module, "prepare_environment", lambda environment, *extras: environment)
-    monkeypatch.setattr(module, "NEWEST_PYTHON_FOR_THEANO", sys.version_info[:2])
-    return module
+    monkeypatch.setattr(run_py, "ENVIRONMENTS", tmp_path)
+    monkeypatch.setattr(run_py, "prepare_environment", lambda environment, *extras: environment)
+    monkeypatch.setattr(run_py, "NEWEST_PYTHON_FOR_THEANO", sys.version_info[:2])
+    return run_py
 
 
 @pytest.mark.parametrize(
@@ -101,9 +101,9 @@ def module(tmp_path, monkeypatch):
         ("error: subprocess-exited-with-error", "could not install the packages; the messages of sh are above"),
     ],
 )
-def test_run_py_names_the_cause_of_a_failed_installation(module, printed, line):
+def test_run_py_names_the_cause_of_a_failed_installation(run_py, printed, line):
     with pytest.raises(SystemExit, match=f"^run.py: {line}"):
-        module.run_installer(["sh", "-c", 'echo "$0"; exit 1', printed])
+        run_py.run_installer(["sh", "-c", 'echo "$0"; exit 1', printed])
 
 
 def make_options(**values):
@@ -111,8 +111,8 @@ def make_options(**values):
     return argparse.Namespace(**{"env": None, "device": "host", "here": False, "quick": False, "all": False, **values})
 
 
-def test_run_py_prefixes_lines_of_parallel_jobs(module, capfd):
-    assert module.test(make_options(), ["-k", "nothing", "--fails"]) == 3
+def test_run_py_prefixes_lines_of_parallel_jobs(run_py, capfd):
+    assert run_py.test(make_options(), ["-k", "nothing", "--fails"]) == 3
     printed = capfd.readouterr().out.splitlines()
     for name in ("pytensor", "theano"):
         (line,) = (line for line in printed if line.startswith(f"{name}, -k nothing --fails: on host: -m pytest "))
@@ -120,7 +120,7 @@ def test_run_py_prefixes_lines_of_parallel_jobs(module, capfd):
         assert f"{name}, -k nothing --fails: no result, pytest ended with exit status 3" in printed
 
 
-def test_run_py_prints_failures_at_the_end(module, tmp_path):
+def test_run_py_prints_failures_at_the_end(run_py, tmp_path):
     (tmp_path / "test_three.py").write_text(
         "import pytest\n@pytest.fixture\ndef broken(): raise KeyError('no such thing')\n"
         "def test_well(): pass\ndef test_sum(): assert 1 + 1 == 3\ndef test_with(broken): pass\n"
@@ -137,15 +137,15 @@ def test_run_py_prints_failures_at_the_end(module, tmp_path):
         "test_three.py",
     ]
     assert subprocess.run(command, cwd=tmp_path, capture_output=True).returncode == 1
-    failed, broken = module.list_failures(report)
+    failed, broken = run_py.list_failures(report)
     assert failed.startswith("FAILED test_three::test_sum\n") and "assert (1 + 1) == 3" in failed
     assert broken.startswith("FAILED test_three::test_with\n") and "KeyError: 'no such thing'" in broken
-    assert module.describe_counts(report, 1) == "1 passed, 2 failed"
-    assert module.list_failures(tmp_path / "none.xml") == []
+    assert run_py.describe_counts(report, 1) == "1 passed, 2 failed"
+    assert run_py.list_failures(tmp_path / "none.xml") == []
 
 
-def test_run_py_prints_a_single_job_unchanged(module, capfd):
-    assert module.test(make_options(device="jax"), []) == 0
+def test_run_py_prints_a_single_job_unchanged(run_py, capfd):
+    assert run_py.test(make_options(device="jax"), []) == 0
     assert capfd.readouterr().out.startswith("on jax: -m pytest ")
 
 
@@ -157,28 +157,28 @@ def make_interpreter(path, line):
     return str(path)
 
 
-def test_run_py_finds_the_newest_python_that_runs(module, tmp_path, monkeypatch):
+def test_run_py_finds_the_newest_python_that_runs(run_py, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(module, "NEWER_PYTHONS", (99, 98, 97, sys.version_info[1]))
+    monkeypatch.setattr(run_py, "NEWER_PYTHONS", (99, 98, 97, sys.version_info[1]))
     make_interpreter(tmp_path / "bin" / f"python3.{sys.version_info[1]}", f"echo 3.{sys.version_info[1]}.0")
-    assert module.find_newer_environment() is None
+    assert run_py.find_newer_environment() is None
     make_interpreter(tmp_path / "bin" / "python3.99", "exit 127")  # as pyenv's for a version that is not chosen
     make_interpreter(tmp_path / "bin" / "python3.97", "echo 3.97.0")
     newest = make_interpreter(tmp_path / ".pyenv" / "versions" / "3.98.1" / "bin" / "python", "echo 3.98.1")
-    environment = module.find_newer_environment()
-    assert environment == module.Environment("pytensor-3.98", newest)
-    (job,) = module.list_jobs([environment], make_options(all=True), [])
-    assert (job.name, job.arguments) == ("pytensor-3.98", module.NEWER)
+    environment = run_py.find_newer_environment()
+    assert environment == run_py.Environment("pytensor-3.98", newest)
+    (job,) = run_py.list_jobs([environment], make_options(all=True), [])
+    assert (job.name, job.arguments) == ("pytensor-3.98", run_py.NEWER)
 
 
 @pytest.mark.parametrize("is_all", [False, True])
-def test_run_py_jobs_have_unique_names_and_existing_files(module, is_all):
-    jobs = module.list_jobs([module.PYTENSOR, module.THEANO, module.PYMC, module.BAMBI], make_options(all=is_all), [])
+def test_run_py_jobs_have_unique_names_and_existing_files(run_py, is_all):
+    jobs = run_py.list_jobs([run_py.PYTENSOR, run_py.THEANO, run_py.PYMC, run_py.BAMBI], make_options(all=is_all), [])
     names = [job.name for job in jobs]
     assert len(set(names)) == len(names)
-    assert not is_all or set(module.LONGEST_JOBS) <= set(names)
-    words = [*module.NEWER, *(word for job in jobs for word in job.arguments)]
+    assert not is_all or set(run_py.LONGEST_JOBS) <= set(names)
+    words = [*run_py.NEWER, *(word for job in jobs for word in job.arguments)]
     paths = {word.removeprefix("--ignore=").split("::")[0] for word in words}
     missing = [path for path in paths if path.startswith("tests/") and not (ROOT / path).exists()]
     assert any(path.startswith("tests/") for path in paths) and missing == []
@@ -199,22 +199,22 @@ def list_collected_files(job):
 
 @pytest.mark.parametrize("is_all", [False, True])
 @pytest.mark.parametrize("name", ["PYTENSOR", "THEANO"])
-def test_run_py_jobs_of_a_library_collect_each_file_once(module, name, is_all):
-    jobs = {job.part: job for job in module.list_library_jobs(getattr(module, name), is_all)}
+def test_run_py_jobs_of_a_library_collect_each_file_once(run_py, name, is_all):
+    jobs = {job.part: job for job in run_py.list_library_jobs(getattr(run_py, name), is_all)}
     marked = {part: jobs.pop(part).arguments[1] for part in ("faults", "hosts") if part in jobs}
     assert marked == ({"faults": "faults", "hosts": "hosts and not faults"} if is_all else {})
-    expressions = {job.arguments[1] for part, job in jobs.items() if part not in module.COMPILING_TESTS}
+    expressions = {job.arguments[1] for part, job in jobs.items() if part not in run_py.COMPILING_TESTS}
     assert expressions == {"not hosts and not faults" + ("" if is_all else " and not slow")}
-    left_out = {file for file in TEST_FILES if file.startswith(module.OPTAX_TESTS)}  # in PyMC's environment
-    left_out |= set() if is_all else set(module.COMPILING_TESTS.values())
+    left_out = {file for file in TEST_FILES if file.startswith(run_py.OPTAX_TESTS)}  # in PyMC's environment
+    left_out |= set() if is_all else set(run_py.COMPILING_TESTS.values())
     collected = [file for job in jobs.values() for file in list_collected_files(job)]
     assert sorted(collected) == sorted(TEST_FILES - left_out)
 
 
 @pytest.mark.parametrize("is_all", [False, True])
-def test_run_py_theano_runs_a_selection_beside_pytensor(module, is_all):
-    jobs = module.list_jobs([module.PYTENSOR, module.THEANO], make_options(all=is_all), [])
-    files = [file for job in jobs if job.environment is module.THEANO for file in list_collected_files(job)]
+def test_run_py_theano_runs_a_selection_beside_pytensor(run_py, is_all):
+    jobs = run_py.list_jobs([run_py.PYTENSOR, run_py.THEANO], make_options(all=is_all), [])
+    files = [file for job in jobs if job.environment is run_py.THEANO for file in list_collected_files(job)]
     assert 20 < len(set(files)) == len(files) < len(TEST_FILES) / 3
 
 
@@ -237,7 +237,7 @@ def test_bundle_script_names_missing_arguments(tmp_path, arguments, words):
 
 
 @pytest.mark.parametrize(("condition", "status"), [("(Path(__file__).parent / 'retried').exists()", 0), ("False", 1)])
-def test_run_py_retries_failures_alone(module, tmp_path, condition, status):
+def test_run_py_retries_failures_alone(run_py, tmp_path, condition, status):
     """A retry runs only the tests that failed, and fails if one fails again."""
     tests = tmp_path / "test_two.py"
     tests.write_text(
@@ -248,9 +248,9 @@ def test_run_py_retries_failures_alone(module, tmp_path, condition, status):
     environment = argparse.Namespace(name="this", python=sys.executable)
     # Without confcutdir pytest reads every file in the temporary folder, of which there may be many.
     folders = [f"--rootdir={tmp_path}", f"--confcutdir={tmp_path}"]
-    job = module.Job(environment, "", ["-q", *folders, "-c", os.devnull, str(tests)])
+    job = run_py.Job(environment, "", ["-q", *folders, "-c", os.devnull, str(tests)])
     report = tmp_path / "report.xml"
     assert job.run(report, alone=True) == 1
-    assert module.count_failures(report) == 1
+    assert run_py.count_failures(report) == 1
     assert job.retry(report) == status
     assert (tmp_path / "runs").read_text() == "x"

@@ -10,7 +10,7 @@ from synkhronos.ranks import Command
 
 pytestmark = [
     pytest.mark.new_ranks,  # workers that have imported the command
-    pytest.mark.skipif(DEVICE != "host", reason="once is enough"),
+    pytest.mark.skipif(DEVICE != "host", reason="the command does not depend on the device"),
 ]
 
 

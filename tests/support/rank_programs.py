@@ -314,7 +314,7 @@ def call_wrongly(context, call):
         "a group of halves": lambda: context.group([0.5, 1]),
         "an average of integers": lambda: context.all_reduce(np.arange(3)),
         "an average of integers in a group": lambda: context.group([0, 1]).all_reduce(np.arange(3)),
-        "a decision of nobody": lambda: context.broadcast(3, root=-1),
+        "a broadcast from rank -1": lambda: context.broadcast(3, root=-1),
         "objects": lambda: context.all_reduce(np.array([context])),
         "dates": lambda: context.all_reduce(np.zeros(3, "M8[s]"), "max"),
         "records in a group": lambda: context.group([0, 1]).all_reduce(np.zeros(3, "i4,f8"), "sum"),

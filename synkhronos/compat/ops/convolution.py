@@ -217,7 +217,7 @@ class ConvGradWeights(_ConvGrad):
         for part in self._split_batch(x, kernel_lengths, output_lengths):
             columns = self._to_columns(self._pad_images(x[part], kernel_lengths), kernel_lengths, output_lengths)
             gradients = g[part].reshape(-1, self.groups, g.shape[1] // self.groups, int(np.prod(output_lengths)))
-            # One product for each group, over batch and positions, instead of a sum of many small ones.
+            # Each group is one product over batch and positions, instead of a sum of many small products.
             by_filter = gradients.transpose(1, 2, 0, 3).reshape(*matrix.shape[:2], -1)
             by_weight = columns.transpose(1, 2, 0, 3).reshape(self.groups, matrix.shape[2], -1)
             matrix += np.matmul(by_filter, by_weight.swapaxes(-1, -2))

@@ -182,10 +182,10 @@ class BatchNormTrainGrad(_BatchNorm):
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
         """Return the gradients of the expression of `compute_gradients`."""
-        # Copies, since one input may depend on another.
+        # The inputs are copied, since one may depend on another.
         copies = x, *arguments = [v.copy() for v in inputs]
         pairs = zip(self.compute_gradients(_count_elements(x, self.axes), x, *arguments), output_grads, strict=True)
-        # Copies again: the gradient stops at variables in known_grads, but x's gradient passes through both sums.
+        # They are copied again, since the gradient stops at variables in known_grads, but x's passes through both sums.
         known_grads = {v.copy(): g for v, g in pairs if not isinstance(g.type, DisconnectedType)}
         return list(grad(None, copies, known_grads=known_grads, disconnected_inputs="ignore"))
 

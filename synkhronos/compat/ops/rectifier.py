@@ -36,7 +36,7 @@ class _MaximumWithZero(Maximum):
         if y.type in ps.discrete_types:
             return list(super().pullback(inputs, outputs, gout))
         zero_gradient = ps.constant(0, dtype=g.dtype)
-        # `le`, not `gt`: the gradient passes where the output is NaN.
+        # With `le` instead of `gt`, the gradient passes where the output is NaN.
         return [ps.switch(ps.le(y, ps.constant(0, dtype=y.dtype)), zero_gradient, g), zero.zeros_like()]
 
 

@@ -38,7 +38,7 @@ def _fetch_names(variable: str, section: str, key: str) -> list[str]:
         parser = configparser.RawConfigParser()
         parser.optionxform = str  # type: ignore[assignment, method-assign]
         files = ["~/.platoonrc", "./.platoonrc", *filter(None, os.environ.get("PLATOONRC", "").split(os.pathsep))]
-        parser.read([os.path.expanduser(file) for file in files])  # a later file overrides
+        parser.read([os.path.expanduser(file) for file in files])  # later files override earlier ones
         try:
             names = parser.get(section, key)
         except configparser.Error:

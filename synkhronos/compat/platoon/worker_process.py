@@ -171,7 +171,7 @@ def _run_worker_file(context: RankContext, settings: WorkerSettings) -> None:
         if isinstance(error, EndOfBatches) and error.is_idle:
             sys.stderr.write("this worker has ended: there are no more mini-batches\n")
             return
-        # Raises if a peer has failed before: this error may be a consequence.
+        # This raises if a peer has failed before, since the error may be a consequence.
         get_rank(context).barriers.check_cancelled()
         traceback.print_exc()
         status, outcome = 1, f"raised {type(error).__name__}: {error}"

@@ -70,13 +70,13 @@ class Settings:
     #: Number of epochs between two checkpoints; 0: no checkpoints.
     checkpoint: int = 0
     keep: int = 3
-    #: Seconds that ranks have to write a checkpoint after a scheduler's signal; 0: ranks are killed without one.
+    #: Seconds that ranks have to write a checkpoint after a scheduler's signal.  With 0, ranks are killed at once.
     grace: float = 30.0
     restarts: int = 0
-    #: ``"stop"``, or ``"continue"`` from a memory checkpoint, after the death of a process.
+    #: Reaction to the death of a process: ``"stop"``, or ``"continue"`` from a memory checkpoint.
     on_death: str = "stop"
     max_deaths: int = 100
-    #: Number of epochs without an improvement after which the run stops; None: no early stop.
+    #: Number of epochs without an improvement after which the run stops; None without early stopping.
     patience: int | None = None
     #: Metric whose best checkpoint is kept, and "min" or "max".
     keep_best: list[str] | None = None

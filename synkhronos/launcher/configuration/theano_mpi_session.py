@@ -12,7 +12,7 @@ from typing import Any
 
 from synkhronos.launcher.configuration.settings import merge_tables
 
-#: Settings for each value of the two keys for BSP's exchange.
+#: Settings for each value of the two keys that describe BSP's exchange.
 _SYNC_TYPES: dict[str, dict[str, Any]] = {
     "avg": {"rule_options": {"average": "params"}},
     "cdd": {"rule_options": {"average": "gradient"}},
@@ -42,7 +42,7 @@ _SPACE = r"(?:[ \t\r\f\v]|\\\n)*+"
 _COMMENT = r"\#[^\n]*"
 #: Bash takes a "#" for the beginning of a comment, except within a word, such as just after "=".
 _VALUE = rf"(?P<word>(?:(?<==)\#)?{_WORD}|(?<==)\#)?|\((?P<words>(?:\s|\\\n|{_COMMENT}|{_WORD})*+)\)"
-#: An assignment with its end, or what may stand between assignments, or a line that is neither.
+#: An assignment with its end, or space and comments between assignments, or a line that is neither.
 _STATEMENT = re.compile(
     rf"(?:export[ \t]{_SPACE})?(?P<key>[A-Za-z_]\w*+){_SPACE}={_SPACE}(?:{_VALUE}){_SPACE}"
     rf"(?:(?<!=){_COMMENT})?(?:[;\n]|\Z)|[\s;]|\\\n|{_COMMENT}|(?P<wrong>[^\n]+)",

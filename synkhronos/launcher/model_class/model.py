@@ -116,17 +116,17 @@ class Model:
     loss_scale: str | None = None
     shard_optimizer = False
 
-    #: Set by `build`.
+    #: Variables that `build` sets.
     inputs: Sequence[Any]
     params: list[Any]
     loss: Any
-    #: Set by `build`, if the model has one.
+    #: Error to report besides the loss; `build` may set it.
     error: Any = None
     #: Number of items that `loss`, `error` and `val_outputs` are means over, if these are not the rows: a scalar
     #: variable such as ``mask.sum()``.  Reported costs and errors are weighted by it; a batch of weight 0 is ignored.
     weight: Any = None
-    #: Outputs of validation: cost, error, top-5 error; default: `loss` and `error`.  Set it for a network with dropout
-    #: or batch normalization, to its deterministic outputs.
+    #: Outputs of validation: cost, error, top-5 error.  The default is `loss` and `error`.  For a network with dropout
+    #: or batch normalization, set them to its deterministic outputs.
     val_outputs: Sequence[Any] | None = None
     #: Running averages: the expression of each variable's next value.  Ranks exchange them like parameters.
     averages: Mapping[Any, Any] = MappingProxyType({})
@@ -212,7 +212,7 @@ class Model:
             means = dict(zip(("loss", "error"), outputs, strict=False))
             means |= {f"val_outputs[{i}]": output for i, output in enumerate(self.val_outputs or ())}
             warn_of_varying_denominators(means, self.inputs, 1)
-        # Variables, not outputs: PyTensor waits for the outputs of a JAX function, so batches would not overlap.
+        # Results are variables, since PyTensor would wait for the outputs of a JAX function, and batches not overlap.
         self.step_outputs = [library.shared(np.zeros((), output.dtype)) for output in outputs]
         if sync_type == "cdd" or self.step_options.non_defaults:
             new_values = self._compile_update(library)

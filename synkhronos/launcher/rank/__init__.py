@@ -1,1 +1,1 @@
-"""The processes of ranks: the master, which is rank 0, and the training of an instance of the model class on each."""
+"""The processes of ranks: the master is rank 0, and each rank trains an instance of the model class."""

@@ -52,7 +52,7 @@ class ModelBatchLoop(BatchLoop):
 
         With memory checkpoints all ranks must call this, also under asynchronous rules.
         """
-        if self.memory_checkpoints:  # asynchronous ranks may resume at different batches, but write at the same ones
+        if self.memory_checkpoints:  # ranks may resume at different batches, but have to write at the same ones
             self.memory_checkpoints.schedule_after(max(self.context.all_gather(self.state.position["batch"])))
         self._min_n_batches, self._is_memory_checkpoint_new = 0, False
         super().run()

@@ -72,7 +72,7 @@ class ModelEpochLoop(EpochLoop):
         self._report_recorder = Recorder(state.folder) if state.context.number == 0 else None
         #: The argument ``count`` of ``val_iter``: number of this rank's batches in the epoch times the number of ranks.
         self._n_trained_batches = 0
-        #: Time at which the training of the epoch ended, by `time.perf_counter`.
+        #: Time at which training of the epoch ended, by `time.perf_counter`.
         self._training_ended_at = 0.0
 
     @property

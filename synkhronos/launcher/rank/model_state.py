@@ -1,4 +1,4 @@
-"""State of the training of a model class on one rank, and its checkpoints.
+"""State of one rank that trains a model class, and its checkpoints.
 
 A signal may end an epoch after any batch.  The checkpoint then has the number of batches, and the states of random
 generators at the start of the epoch.  Only the class can determine which rows it has used.  So a resumed run skips or
@@ -36,7 +36,7 @@ STORAGE_KEY = "launch"
 
 
 class ModelState:
-    """Instance of a model class on one rank, its position in the training, and its checkpoints.
+    """Instance of a model class on one rank, its position in the run, and its checkpoints.
 
     ``variables`` are the shared variables of the instance by role, ``rule_arrays`` the shared memory of the rule.
 
@@ -174,7 +174,7 @@ class ModelState:
     def _remove_later_records(self, meta: Mapping[str, Any]) -> None:
         """Remove the records of steps and reports after a checkpoint."""
         for file in self.folder.glob("*.jsonl"):
-            # Lines of steps number epochs from 0, reports from 1.
+            # In lines of steps the first epoch is 0, in reports it is 1.
             first_removed = meta["epochs"] + (file.stem == "reports")
             rank = file.stem.removeprefix("rank-")
             n_steps = -1  # number of steps up to a checkpoint within an epoch

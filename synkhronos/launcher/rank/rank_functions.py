@@ -97,7 +97,7 @@ def prepare_rank(
 def build_model(context: RankContext, settings: Settings, rule: Rule) -> tuple[int, str]:
     """Make, check and compile this rank's instance; return the size and dtype of the vector that ranks exchange."""
     model_class = import_model_class(settings.pythonpath, settings.modelfile, settings.modelclass)
-    register_loaded_libraries()  # before the class compiles: all ranks compile at once
+    register_loaded_libraries()  # must precede the class's functions, which all ranks compile at once
     check_interface(model_class, settings.modelclass)
     config = make_config(settings, context.number, context.size)
     model = make_instance(model_class, config)

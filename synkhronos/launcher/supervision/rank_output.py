@@ -113,7 +113,7 @@ class OutputWriter:
         """Write a line to the file ``name``, and to the console unless it is a record."""
         name = name or "hosts.log"
         try:
-            if name.endswith(".jsonl"):  # of another host: ranks of this machine write their own records
+            if name.endswith(".jsonl"):  # a rank of another host; ranks here write their records
                 with open(self._folder / name, "ab", buffering=0) as file:
                     self._append(name, file.fileno(), text)
                 return

@@ -82,7 +82,7 @@ class Supervisor:
         previous_handlers = {
             number: signal.signal(number, self._handle_signal)
             for number in (signal.SIGINT, *STOP_SIGNALS)
-            # Signals that are ignored stay so, such as SIGHUP under nohup.
+            # Ignored signals stay ignored, such as SIGHUP under nohup.
             if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN
         }
         exit_record: dict[str, Any] = {"status": 1}
@@ -90,7 +90,7 @@ class Supervisor:
             if self.settings.on_death == "continue":
                 self._memory_checkpoints = MemoryCheckpointFolder()
             while True:
-                # A pipe for each rank of this machine, and one for all other hosts.
+                # Each rank of this machine has a pipe; all other hosts share one.
                 pipes = [os.pipe() for _ in range(len(self.settings.devices) + bool(self.settings.hosts))]
                 try:
                     self._start_master([write for _, write in pipes])
@@ -168,7 +168,7 @@ class Supervisor:
     def _make_environment(self) -> dict[str, str]:
         """Return the master's environment, with the run's GPUs and the path of this library."""
         environment = dict(os.environ)
-        if self.settings.on_gpu and not self.settings.hosts:  # each host chooses among its own
+        if self.settings.on_gpu and not self.settings.hosts:  # other hosts choose among their own GPUs
             visible = environment.get("CUDA_VISIBLE_DEVICES")
             numbers = [int(device.removeprefix("cuda")) for device in self.settings.devices]
             names = [str(n) for n in numbers] if visible is None else [visible.split(",")[n].strip() for n in numbers]
@@ -335,7 +335,7 @@ class Supervisor:
         self._n_restarts += 1
         with contextlib.suppress(FileNotFoundError):
             os.rename(self.folder / FAILURE_FILE, self.folder / FAILURE_FILE.replace(".", f"-{self._n_restarts}."))
-        if self._memory_checkpoints is not None:  # later than the checkpoint
+        if self._memory_checkpoints is not None:  # memory checkpoints are later than the checkpoint
             self._memory_checkpoints.clear()
         written_paths = {path for path, _ in self._list_checkpoints() - self._old_checkpoints}
         if new_paths := [path for path in list_checkpoints(self.folder / "checkpoints") if path in written_paths]:

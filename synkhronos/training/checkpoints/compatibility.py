@@ -57,7 +57,7 @@ def check_can_resume(path: str | os.PathLike[str], meta: Mapping[str, Any], expe
     """Raise CheckpointError if a checkpoint's description differs from ``expected_meta``, which describes this run."""
     if (kind := meta.get("kind", "user")) != expected_meta["kind"]:  # users write checkpoints by `Checkpoint.save`
         raise CheckpointError(f"{path} is a checkpoint of a {kind}, got a {expected_meta['kind']}")
-    _check_variables(path, "params", meta, expected_meta)  # first: with another model, everything else may differ too
+    _check_variables(path, "params", meta, expected_meta)  # first, since with another model everything else may differ
     if meta["rule"] != expected_meta["rule"]:
         raise CheckpointError(f"{path} has the state of the rule {meta['rule']}, got {expected_meta['rule']}")
     if meta["asynchronous"] != expected_meta["asynchronous"]:

@@ -64,7 +64,7 @@ class FolderLock:
             message = f"{self.path.parent}: its file system has no locks ({error}): let one run write there"
             warnings.warn(message, RuntimeWarning, stacklevel=4)
         self._file = file
-        with contextlib.suppress(OSError):  # on a full disk the lock holds, and errors do not name the writer
+        with contextlib.suppress(OSError):  # if the disk is full, errors do not name the writer
             os.ftruncate(file, 0)
             os.pwrite(file, f"{_describe_this_process()}\n".encode(), 0)
 

@@ -116,7 +116,7 @@ def restore_own_params(context: RankContext, name: str) -> None:
     storage = context.get_storage(name)
     if "own" in storage:
         storage["state"].vector = storage["own"]
-        del storage["own"]  # not before: an interrupt between the two must not lose it
+        del storage["own"]  # last, since an interrupt before it must not lose the parameters
 
 
 def restore_state(context: RankContext, spec: RankStateSpec, path: str, root: int) -> None:
@@ -129,7 +129,7 @@ def restore_state(context: RankContext, spec: RankStateSpec, path: str, root: in
                 context.send(state, r)
         for key, rows in spec.memory.items():
             array = content.arrays[f"shared.{key}"]
-            rows.array[...] = array if array.shape == rows.shape else 0  # an array per rank is empty at a report
+            rows.array[...] = array if array.shape == rows.shape else 0  # arrays with a row per rank are 0 at a report
         state = states_by_rank[root]
     else:
         state = context.receive(root)

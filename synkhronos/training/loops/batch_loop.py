@@ -58,7 +58,7 @@ class BatchLoop(ABC):
 
     @abstractmethod
     def decide_stop(self) -> bool:
-        """Return True if the training stops after these batches.  In some subclasses all ranks must call this."""
+        """Return True if training stops after these batches.  In some subclasses all ranks must call this."""
 
 
 for method, span in (("step", "step"), ("exchange_if_due", "exchange"), ("record", "record")):

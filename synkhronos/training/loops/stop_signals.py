@@ -22,10 +22,9 @@ from synkhronos.programs.rank_context import STOP_FLAG_LOCK
 from synkhronos.ranks.interrupts import get_handler, restore_handler, set_handler
 from synkhronos.training.loops.batch_loop import adapt_interval_steps
 
-#: Signals of schedulers, and of a closed terminal, at which a training run saves a checkpoint
-#: and exits.
+#: Signals of schedulers, and of a closed terminal, at which a training run writes a checkpoint and exits.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-#: Seconds within which a second signal is taken for a copy of the first, sent to all processes of a job.
+#: Seconds within which a second signal counts as a copy of the first: schedulers signal all processes of a job.
 DUPLICATE_SIGNAL_SECONDS = 1.0
 #: Approximate number of seconds between two checks for a request, which are exchanges of all ranks or reads of a flag.
 CHECK_INTERVAL_SECONDS = 0.5
@@ -80,7 +79,7 @@ class StopSignalHandler:
             if self._flag is not None:
                 self._flag[0] = number
             if self._grace_seconds is not None:
-                # Not `threading`: the signal may have interrupted it while it held a lock.
+                # `threading` is not used, since the signal may have interrupted it while it held a lock.
                 _thread.start_new_thread(self._exit_after, (number, self._grace_seconds))
         elif self._grace_seconds is not None and now > self._signal_time + DUPLICATE_SIGNAL_SECONDS:
             kill_this_process(number)
@@ -93,7 +92,7 @@ class StopSignalHandler:
 
 def kill_this_process(number: int) -> None:
     """End this process by the default action of a signal.  Any thread may call this."""
-    libc = ctypes.CDLL(None)  # Python sets handlers only in the main thread
+    libc = ctypes.CDLL(None)  # the signal module sets handlers only in the main thread
     libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
     libc.signal(number, None)
     os.kill(os.getpid(), number)

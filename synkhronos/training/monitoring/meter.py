@@ -22,7 +22,7 @@ import numpy as np
 
 from synkhronos.variable_types import Array
 
-#: Takes losses and weights on the device; returns pairs of numbers, each a loss times its weight, and the weight.
+#: Function of losses and weights on the device.  It returns pairs of numbers: a loss times its weight, and the weight.
 LossReader = Callable[[Sequence[Any], Sequence[Any]], Iterable[tuple[float, float]]]
 
 
@@ -153,7 +153,7 @@ class Meter:
         get_wait_seconds: Callable[[], float] | None = None,
     ):
         self.rank, self._loss_reader, self._get_wait_seconds = rank, loss_reader, get_wait_seconds
-        #: Number of steps since the beginning of the training.
+        #: Number of steps since the beginning of the run.
         self.total_steps = total_steps
         self._launch_shapes = set() if launch_shapes is None else launch_shapes
         #: Time by activity since the last report.  Timers add to this dict, so it is never replaced.

@@ -1,6 +1,6 @@
 """Search of data for NaN and infinity.
 
-A loss may be NaN because the training diverges, or because the data have such values.  The error's message names the
+A loss may be NaN because training diverges, or because the data have such values.  The error's message names the
 first such row, so that users need not look for it.
 """
 

@@ -74,7 +74,7 @@ class Recorder:
         with open(self.folder / name, "ab+") as file:
             if file.tell():
                 file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":  # an incomplete line of a killed process, which would spoil this one
+                if file.read(1) != b"\n":  # a killed process has left an incomplete line
                     line = "\n" + line
             file.write(f"{line}\n".encode())
 
@@ -119,7 +119,7 @@ class TensorBoard:
 
         self._scalar, self._proto = summary.scalar, event_pb2
         os.makedirs(folder, exist_ok=True)
-        # A SummaryWriter would write from a thread, at some later time: a killed process would lose events.
+        # A SummaryWriter would write later, from a thread, so a killed process would lose events.
         self._file = event_file_writer.EventsWriter(os.path.join(folder, "events"))
 
     def truncate(self, seen: int) -> None:

@@ -147,7 +147,7 @@ def draw_picture(runs: dict[str, dict[str, list[dict[str, Any]]]], picture: Path
             axis.set_ylim(bottom=0)
         if y == "loss":
             axis.set_yscale("log")
-            # Ticks such as 0.6 instead of 6 × 10⁻¹, also between the decades.
+            # Ticks are written as 0.6 instead of 6 × 10⁻¹, and ticks between the decades have numbers, too.
             low, high = axis.get_ylim()
             if high < 4 * low:
                 axis.yaxis.set_major_locator(MaxNLocator(5))

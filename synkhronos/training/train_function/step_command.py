@@ -40,7 +40,7 @@ class _StepCommandFields(NamedTuple):
     update: Call
     #: Dtype in which a fused launch sends the gradients; None for their own.
     wire_dtype: str | None
-    #: Number of items at the vector's end that are sent in their own dtype in any case: they are not gradients.
+    #: Number of items at the vector's end that are no gradients; they are sent in their own dtype.
     n_tail_items: int = 1
     #: Number of steps in one launch.  The rows of each rank are ordered by steps.
     n_steps: int = 1
@@ -196,8 +196,8 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
         gradient, shard_update, parameter_update = (
             call.make_rank_call(rank) for call in (self.gradient, self.shard_update, self.parameter_update)
         )
-        # At its first call a rank may have to wait for another one to compile, and means over ranks are exchanged
-        # between the launches of a single step.
+        # At its first call a rank may have to wait until another rank has compiled the function.  Means over ranks are
+        # exchanged between the launches of a single step.
         if self.n_steps > 1 and (self.gradient.needs_compile or gradient.compiled.n_rank_means):
             return None
         self._store_rank_number(rank)
@@ -263,7 +263,7 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
 
 
 def reduce_scatter_rows(rank: Rank, matrix: SharedVariable, row: SharedVariable, op: str) -> None:
-    """Reduce the matrices of all ranks, and set ``row`` to this rank's row of the reduction; a collective."""
+    """Reduce the matrices of all ranks, and set ``row`` to this rank's row of the reduction.  A collective."""
     matrix_replica, row_replica = _prepare_rows(rank, matrix, row)
     width = matrix_replica.layouts[0][0][1]
     out = row_replica.get_writable()
@@ -273,7 +273,7 @@ def reduce_scatter_rows(rank: Rank, matrix: SharedVariable, row: SharedVariable,
 
 
 def all_gather_rows(rank: Rank, matrix: SharedVariable, row: SharedVariable) -> None:
-    """Set ``matrix`` on every rank to the rows of all ranks; a collective."""
+    """Set ``matrix`` on every rank to the rows of all ranks.  A collective."""
     matrix_replica, row_replica = _prepare_rows(rank, matrix, row)
     rows, transport_device = matrix_replica.get_writable(), matrix_replica.transport_device
     out = [transport_device.slice_items(rows, r * shape[0], shape) for r, (shape, _) in enumerate(row_replica.layouts)]
@@ -282,7 +282,7 @@ def all_gather_rows(rank: Rank, matrix: SharedVariable, row: SharedVariable) -> 
 
 
 def _prepare_rows(rank: Rank, matrix: SharedVariable, row: SharedVariable) -> list[VariableReplica]:
-    """Return this rank's replicas of a matrix with a row for each rank, and of its own row; a collective."""
+    """Return this rank's replicas of a matrix with a row for each rank, and of its own row.  A collective."""
     library = get_library(row)
     device, value = get_array_device(library.borrow_value(matrix)), library.borrow_value(row)
     if not device.owns(value):  # no function has computed the row yet

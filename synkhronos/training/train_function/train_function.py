@@ -123,7 +123,7 @@ class TrainFunction:
             self._updates.append(function([], updates=shards.whole_updates, name="train_gather"))
         zeros = get_library(grad_shared).tensor.zeros_like(grad_shared)
         self._clear = function([], updates=[(grad_shared, zeros)], name="train_clear")
-        # Assigned after the functions: deepcopy copies attributes in order, and functions have to copy the variables.
+        # These attributes follow the functions: deepcopy copies in order, and functions have to copy the variables.
         self.grad_shared = grad_shared
         sharded_variables = {} if shards is None else shards.sharded_variables
         self._optimizer = OptimizerState(graph.optimizer_state, sharded_variables, n_ranks if shards else None)
@@ -362,7 +362,7 @@ class TrainFunction:
             return 1  # slicing the rows of a step out of an array on a GPU takes longer than a command
         if self._sharding is None:
             max_repeats = engine.get_max_repeats(np.dtype(self.grad_shared.type.dtype))
-        # Without arrays (the data are in shared variables) a row has no bytes: each step takes its rows on the device.
+        # If the data are in shared variables, a row has no bytes here, since each step takes its rows on the device.
         row_nbytes = sum(int(np.prod(np.shape(a)[1:])) * np.dtype(getattr(a, "dtype", float)).itemsize for a in arrays)
         nbytes = row_nbytes * longest
         return 1 if nbytes >= _LONG_STEP_NBYTES else max(1, min(max_repeats, MAX_LAUNCH_NBYTES // max(1, nbytes)))

@@ -35,7 +35,7 @@ from synkhronos.training.updates.rule_extensions import (
 from synkhronos.training.updates.update_rule import UpdateRule, get_rule_name, to_rule_updates
 from synkhronos.variable_types import SharedVariable, Variable, Variables
 
-#: Argument for data: an array or Data object for one variable, a list of them for a list of variables.
+#: Argument for data: an array or Data object for one variable, or a list of them for several variables.
 DataArgument = npt.ArrayLike | Data | Sequence[npt.ArrayLike | Data]
 
 

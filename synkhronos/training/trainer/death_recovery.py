@@ -42,7 +42,7 @@ from synkhronos.training.trainer.trainer_state import TrainerState
 _log = logging.getLogger("synkhronos")
 T = TypeVar("T")
 
-#: Number of seconds before a host that could not be reached gets its second try.
+#: Number of seconds before the second try of a host that could not be reached.
 _RETRY_SECONDS = 1.0
 #: Approximate number of seconds between two copies, where ranks take their own steps.
 _COPY_INTERVAL_SECONDS = 1.0
@@ -239,13 +239,13 @@ class RecoveryPolicy(DeathPolicy):
             _copies_by_trainer[spec.name] = rank_state.resize_states(saved, spec, size)
         has_new_processes = self._session.replace_workers(is_fork_unsafe(), ranks_to_remove)
         if has_new_processes:
-            distribute()  # functions move their variables to the device, where a program would leave them on the host
+            distribute()  # moves the variables of functions to the device, which a program does not do
         if self._n_ranks != size:
             state.allocate_memory()
             self._n_ranks = size
         for name, data in spec.memory.items():
             before = self._rule_memory[name]
-            data[...] = before if before.shape == data.shape else 0  # as after a resumption on other ranks
+            data[...] = before if before.shape == data.shape else 0  # as in `restore_state` for another number of ranks
         run(restore_copy, spec, self._has_trained, _copies_by_trainer[spec.name] if has_new_processes else None)
         state.set_sharded_optimizer(self._sharded_optimizer)
         if not spec.is_joint and self._has_trained:
@@ -266,4 +266,4 @@ def restore_copy(
     if not has_trained:
         context.get_storage(spec.name).clear()
     if not context.is_master and copy_from_master is None:
-        del _copies_by_trainer[spec.name]  # the next copy, in the master, would not free this memory
+        del _copies_by_trainer[spec.name]  # only the master makes the next copy: here it would not free this memory

@@ -98,7 +98,7 @@ class LaunchLoop(BatchLoop):
         """Launch a step per batch, and pass the losses to the meter."""
         stop = self.plan.stop
         position_ranges = [(start, min(start + self.rows_per_step, stop)) for start in batches.starts if start < stop]
-        # Rows first: a death in `set_learning_rate` may end the loader processes, so that no further rows would come.
+        # Rows are awaited first: a death in `set_learning_rate` may end the loader processes, and then none arrive.
         rows = [indexes for indexes in self.wait_for_row_indexes(position_ranges) if len(indexes)]
         rate = self.plan.get_learning_rate(batches.rate_position)
         if rate != self.rate:
@@ -198,7 +198,7 @@ class JointStepLoop(LaunchLoop):
             if self._is_resized and min(len(self.plan.rank_groups), len(ranks.get_session().ranks_by_host)) > 1:
                 raise RowsMovedError
             losses = self._step.take_weighted_steps(self._x, self._y, rows)
-            # Losses that are not read yet would be lost with the rank that has them.
+            # The losses are read now, since the death of a rank would lose its unread losses.
             return [(float(loss), weight if weight is None else float(weight)) for loss, weight in losses]
 
         return self._death_policy.run_update(take_steps, len(rows))

@@ -174,7 +174,7 @@ class LocalStepLoop(LaunchLoop):
         """Count ``steps`` steps, and exchange if an exchange is due."""
         if not self.periodic_exchange.count_steps(steps):
             return
-        # Launched steps are finished if the exchange waits for them: other ranks may need the memory of their rows.
+        # The exchange may wait for launched steps, so their rows are freed first: other ranks may need the memory.
         if isinstance(self.source, LoaderRows) or self.rule.asynchronous and self.state.steps_since_exchange > 1:
             self.finish_steps()
         self.state.learning_rate = self.rate
@@ -203,7 +203,7 @@ def take_local_steps(
     step_counts = context.all_gather(None if state is None else (state.step, state.steps_since_exchange))
     present_counts = [counts for counts in step_counts if counts is not None]
     if state is None or len(present_counts) < len(step_counts) or not rule.asynchronous and len(set(step_counts)) > 1:
-        # At the first interval, or after an interrupt that stopped ranks at different steps: all ranks start anew.
+        # All ranks make a new state at the first interval, or if an interrupt has stopped them at different steps.
         state = spec.make_state()
         state.step = max([step for step, _ in present_counts], default=0)
         if present_counts:

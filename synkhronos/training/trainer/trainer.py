@@ -401,7 +401,7 @@ def make_trainer(
     library = find_library("loss: expected a symbolic scalar", loss)
     first = params[0] if isinstance(params, list | tuple) and params else None
     dtype = getattr(getattr(first, "type", None), "dtype", library.floatX)
-    # At least float32: a rate of 1e-5 has few digits in float16.  Rules cast it to the dtype in which they compute.
+    # The rate has at least float32, since 1e-5 has few digits in float16.  Update rules cast it to their own dtype.
     dtype = np.result_type(dtype, np.float32)
     rate = library.shared(np.asarray(compute_rate(schedule, 0.0), dtype), name="learning_rate")
     rule_kwargs = {"learning_rate": rate, **rule_kwargs}

@@ -34,7 +34,7 @@ class TrainerPosition:
     epoch_position: int = 0
     #: Position of the last report; 0 at the start of an epoch.
     interval_start: int = 0
-    #: Totals of the ranks since the last report; empty unless the training stopped between two reports.
+    #: Totals of the ranks since the last report; empty unless training stopped between two reports.
     totals: list[RankTotals] = field(default_factory=list)
     #: Metrics of the last report.
     metrics: dict[str, float] = field(default_factory=dict)
@@ -157,7 +157,7 @@ class TrainerState:
             order_key=data.order_key,
         )
         if self.spec.memory:
-            self.allocate_memory()  # zeros on every host
+            self.allocate_memory()  # sets the memory to zeros on every host
         run(rank_state.restore_state, self.spec, str(path), ranks.get_session().rank.number)
         if self._sharded_step is not None:
             self.set_sharded_optimizer(read_checkpoint(path).arrays["0.optimizer"])

@@ -57,7 +57,7 @@ class FlatGradient:
         self._may_be_zero = False
         library = get_library(*self.params)
         self.tensor = library.tensor
-        # At least float32: float16 can't count above 2048 rows, and would round sums over many ranks.
+        # The dtype is at least float32: float16 can't count above 2048 rows, and would round sums over many ranks.
         dtype = str(np.result_type(*(p.dtype for p in self.params), np.float32))
         size = sum(int(np.prod(get_shape(p))) for p in self.params) + self._is_weighted
         self.shared = library.shared(np.zeros(size, dtype), name="grad_shared")
@@ -74,7 +74,7 @@ class FlatGradient:
             pieces.append(scale.reshape((1,)))
         self.expression = self.tensor.concatenate(pieces)
         if size == 1:
-            # A vector of one element is broadcastable, unlike the shared variable, which it could not update.
+            # A vector of one element is broadcastable, so it could not update the shared variable, which is not.
             self.expression = self.expression + self.tensor.zeros_like(self.shared)
 
     def iterate_gradients(self) -> Iterator[Variable]:
@@ -108,7 +108,7 @@ def split_gradient(vector: Variable, params: Sequence[SharedVariable], may_be_ze
         total = tensor.switch(tensor.eq(total, 0), np.asarray(1, vector.dtype), total)
 
     def divide(g: Variable) -> Variable:
-        # Divided after the slice, so that the division fuses with the arithmetic of the rule.
+        # The division follows the slice, so that it fuses with the arithmetic of the rule.
         return g / total if is_weighted else g
 
     starts = np.cumsum([0, *sizes]).tolist()
@@ -145,13 +145,13 @@ def make_zero_state(param: SharedVariable, name: str) -> SharedVariable:
 
 def make_shared_like(param: SharedVariable, value: Array, dtype: str, name: str | None) -> Any:
     """Make a shared variable with the broadcast pattern and device of `param`."""
-    # By the class and the type, since `shared` names the broadcast pattern differently in each library.
+    # The constructor and the type are used, since `shared` has another name for the pattern in each library.
     return type(param)(type=param.type.clone(dtype=dtype), value=np.asarray(value, dtype), strict=False, name=name)
 
 
 def get_shape(param: SharedVariable) -> tuple[int, ...]:
     """Return the shape of a shared variable's value."""
-    # The internal type: otherwise a whole array would be copied from a GPU.
+    # The value is read as its internal type.  Otherwise a whole array would be copied from a GPU.
     return tuple(int(length) for length in param.get_value(borrow=True, return_internal_type=True).shape)
 
 
@@ -169,7 +169,7 @@ def find_library(expected: str, *variables: Variable) -> GraphLibrary:
 def parse_params(params: Iterable[SharedVariable]) -> list[Any]:
     """Return parameters as a list; raise TypeError or ValueError if they are not distinct shared float variables."""
     expected = "params: expected a list of shared variables of floats"
-    # A variable could be iterated over too, and would give its rows.
+    # A variable is refused, since iterating over it would give its rows.
     if not isinstance(params, Iterable) or isinstance(params, str) or is_variable(params):
         raise TypeError(f"{expected}, got {_describe_value(params)}")
     listed = list(params)

@@ -81,7 +81,7 @@ class ShardLayout:
 
     def take_shard(self, i: int, variable: Variable) -> Any:
         """Return this rank's elements of an array with as many elements as parameter ``i``."""
-        # An index of a row instead of the bounds of a slice, so that XLA knows the shape.
+        # A row is selected by an index instead of the bounds of a slice, so that XLA knows the shape.
         return self._to_rows(i, variable.flatten())[self.rank]
 
     def _to_rows(self, i: int, flat: Variable) -> Any:

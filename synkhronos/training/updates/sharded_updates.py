@@ -36,7 +36,7 @@ from synkhronos.training.updates.flat_gradient import RuleUpdates, get_shape
 from synkhronos.training.updates.shard_layout import ShardLayout, get_shard_bounds
 from synkhronos.variable_types import Node, SharedVariable, Variable
 
-#: Operations that change shapes or types, but neither the elements nor their order.
+#: Operations that change shapes or types, but neither elements nor their order.
 _RESHAPING_OPS = frozenset({"Reshape", "Flatten", "Rebroadcast", "SpecifyShape", "Unbroadcast"})
 
 
@@ -324,7 +324,7 @@ class ShardedUpdates:
             if self._have_param_shape(i, [value.variable for value in arrays]):
                 shards = [_as_number(value) if value in scalars_only else self._get_shard(i, value) for value in inputs]
                 return _ShardedValue(out, make_whole, node.op(*shards), i)
-            # Some operand is broadcast along an axis: compute the whole if possible, and take this rank's elements.
+            # An operand is broadcast along an axis, so the whole is computed, if possible, for this rank's elements.
             return _ShardedValue.from_whole(out, make_whole())
         vectors = [value for value in arrays if value.pieces]
         if len(vectors) == 1 and len(arrays) == 1:

@@ -38,7 +38,7 @@ from synkhronos.training.updates.flat_gradient import (
 from synkhronos.training.updates.update_rule import UpdateRule, to_rule_updates
 from synkhronos.variable_types import Scalar, SharedVariable, Variable, Variables
 
-#: Takes gradients, or steps, and parameters; returns new gradients or steps.
+#: Function of gradients, or steps, and parameters, which returns new gradients or steps.
 Transformation = Callable[[list[Variable], list[SharedVariable]], list[Variable]]
 
 
@@ -366,9 +366,9 @@ def _replace_gradient(updates: RuleUpdates, params: list[SharedVariable], grads:
     library = get_library(vector)
     tensor = library.tensor
     parts = [tensor.cast(g, vector.dtype).flatten() for g in grads]
-    if get_shape(vector)[0] > sum(int(np.prod(get_shape(p))) for p in params):  # it ends with the gradients' weight
+    if get_shape(vector)[0] > sum(int(np.prod(get_shape(p))) for p in params):  # it ends with a weight
         parts.append(tensor.constant(np.ones(1, vector.dtype)))
-    # Zeros, because a vector of one element would be broadcastable.
+    # Adding zeros gives the vector's type, since a new vector of one element would be broadcastable.
     new = tensor.concatenate(parts) if len(parts) > 1 else parts[0]
     new = new + tensor.zeros_like(vector) if get_shape(vector) == (1,) else new
     new_values = library.clone(list(updates.param_updates.values()), {vector: library.convert_to_type_of(vector, new)})

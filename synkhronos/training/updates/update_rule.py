@@ -18,7 +18,7 @@ from synkhronos.graph_libraries import get_library
 from synkhronos.training.updates.flat_gradient import FlatGradient, RuleUpdates, as_scalar, make_zero_state
 from synkhronos.variable_types import Scalar, SharedVariable, Variable, Variables
 
-#: Takes a loss, parameters and hyperparameters, ``weight`` among them.
+#: Function of a loss, parameters and hyperparameters, among them ``weight``.
 UpdateRule: TypeAlias = Callable[..., RuleUpdates]
 
 #: Result of a formula: new values by shared variable.
@@ -116,7 +116,7 @@ def update_rule(example: str, result: float, **descriptions: str) -> Callable[[C
             numbers = {name: value for name, value in scalars.items() if name != "mask"}
             flat = FlatGradient(loss_or_grads, params, weight, **numbers)
             common_updates: OrderedDict[Any, Any] = OrderedDict()
-            # Ordered, because Theano warns of a plain dict.
+            # The dict is an OrderedDict, because Theano warns of a plain dict.
             updates: OrderedDict[Any, Any] = OrderedDict()
             for p, g in zip(flat.params, flat.iterate_gradients(), strict=True):
                 updates.update(formula(p, g, FormulaContext(flat, p, common_updates), **scalars))

@@ -88,7 +88,7 @@ class Controller:
         self._address = (hosts and hosts.address) or f"synkhronos-platoon-{secrets.token_hex(8)}"
         self._group: WorkerGroup | None = None
         self._workers: set[int] = set()
-        # Runs before multiprocessing waits for its processes, which may wait for workers to receive mini-batches.
+        # This runs before multiprocessing waits for its processes, which may wait until workers receive mini-batches.
         atexit.register(self._close)
         for signal_number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signal_number, self._handle_force_close)
@@ -163,7 +163,7 @@ class Controller:
             sys.stderr.write(f"ended by {signal.Signals(signal_number).name}\n")
             self._close()
             sys.exit(1)
-        os._exit(1)  # a process that sends mini-batches
+        os._exit(1)  # this process sends mini-batches
 
     # -- mini-batches --------------------------------------------------------------------------------------------
 

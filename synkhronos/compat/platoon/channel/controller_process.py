@@ -61,7 +61,7 @@ def start_controller(
         f"exit_with_parent({os.getpid()}, True); "
         "from synkhronos.compat.platoon.channel import controller_process; controller_process.main()"
     )
-    package = str(Path(__file__).resolve().parents[4])  # the child imports this very library
+    package = str(Path(__file__).resolve().parents[4])  # the child imports this copy of the library
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
     environment = {**os.environ, "PYTHONPATH": path}
     if controller_arguments is not None:
@@ -91,6 +91,6 @@ def run_file(file: str, arguments: Sequence[str]) -> None:
 
 def main() -> None:
     """Run the controller's file that is the first argument."""
-    # Controllers run their methods in further processes.  Only a fork needs no pickled controller.
+    # A controller runs its methods in further processes.  They are forks, so it need not be pickled.
     multiprocessing.set_start_method("fork")
     run_file(sys.argv[1], sys.argv[2:])

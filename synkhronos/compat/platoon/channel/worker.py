@@ -200,7 +200,7 @@ class Worker(metaclass=SingletonType):
         self.update_fn = param_sync_rule.make_update_function(params)
         kinds = [(np.dtype(param.dtype), param.get_value(borrow=True).shape) for param in params]
         sizes = [dtype.itemsize * int(np.prod(shape, dtype=int)) for dtype, shape in kinds]
-        # Each begins at a multiple of 16 bytes, which suits any dtype.
+        # Each parameter begins at a multiple of 16 bytes, which suits any dtype.
         starts = np.cumsum([0, *(-(-size // 16) * 16 for size in sizes)]).tolist()
         self.lock()
         try:

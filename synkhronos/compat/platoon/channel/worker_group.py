@@ -45,7 +45,7 @@ class WorkerSettings:
     devices: list[str]
     #: Paths of the workers' output, without ``.out`` and ``.err``.
     logs: list[str]
-    #: None on one machine.
+    #: The hosts of the experiment; None on one machine.
     hosts: ExperimentHosts | None
 
     @classmethod

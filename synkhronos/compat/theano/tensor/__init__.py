@@ -3,7 +3,7 @@
 from types import ModuleType
 
 import pytensor.tensor as _pytensor
-import theano.tensor.sort  # before functions with the modules' names, which override them
+import theano.tensor.sort  # precedes functions with the modules' names, which override them
 import theano.tensor.var
 
 globals().update({n: v for n, v in vars(_pytensor).items() if not n.startswith("_") and not isinstance(v, ModuleType)})
