@@ -350,7 +350,8 @@ class Lock:
         Parameters
         ----------
         timeout : float, optional
-            Maximal number of seconds to wait.  Only for locks of this rank's host.  Default: no limit.
+            Maximal number of seconds to wait, by default without a limit.  A limit is possible only for locks of this
+            rank's host.
 
         Raises
         ------
