@@ -40,6 +40,9 @@ def jax():
 
     mode = theano.config.mode
     if not ON_THEANO:
+        # Its import draws from NumPy's global stream (jax._src.clusters), by which the networks crop and mirror images.
+        import jax  # noqa: F401
+
         theano.config.mode = "JAX"
     yield
     theano.config.mode = mode
