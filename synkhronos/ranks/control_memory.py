@@ -177,11 +177,6 @@ class ControlMemory:
         """Return a rank's failure report; empty if it has none."""
         return bytes(self._slots[rank][_REPORT_SLOT][: self.report_nbytes[rank]])
 
-    def get_scratch(self, rank: int, half: int) -> memoryview:
-        """Return one half of the scratch memory of a rank of this host."""
-        start = (2 * (rank - self.local_ranks.start) + half) * SCRATCH_NBYTES
-        return self.scratch[start : start + SCRATCH_NBYTES]
-
     def fence(self) -> None:
         """Order this rank's earlier writes before its later reads.
 

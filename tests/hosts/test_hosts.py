@@ -354,7 +354,7 @@ def test_remote_ranks_take_little_control_memory():
                 controls[0].get_slot(rank, number)[:] = bytes([rank, number]) * (
                     len(controls[0].get_slot(rank, number)) // 2
                 )
-        controls[0].get_scratch(6, 1)[:] = b"x" * len(controls[0].get_scratch(6, 1))
+        controls[0].scratch[:] = b"x" * len(controls[0].scratch)
         controls[0].mailbox[:] = b"y" * len(controls[0].mailbox)
         for rank in range(103):
             for number in range(3):
