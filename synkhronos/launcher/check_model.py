@@ -42,7 +42,7 @@ from synkhronos.launcher.model_class.model_interface import (
 )
 from synkhronos.launcher.model_class.model_recorder import ModelRecorder
 from synkhronos.launcher.model_class.model_variables import group_variables
-from synkhronos.launcher.model_class.sanity_check import EQUAL_STEPS_MESSAGE, find_ranks_with_equal_steps, hash_values
+from synkhronos.launcher.model_class.sanity_check import EQUAL_STEPS_MESSAGE, find_ranks_with_equal_steps, hash_step, hash_values
 from synkhronos.launcher.supervision.process_environment import open_standard_streams
 from synkhronos.launcher.train import add_set_option
 from synkhronos.rules.state import FlatVariables, concatenate
@@ -221,7 +221,7 @@ class _ModelCheck:
         for i in range(n_steps):
             for rank, instance in enumerate(instances):
                 instance.train_iter(i, recorder)
-                step_hashes[rank].append(hash_values(sources[rank]))
+                step_hashes[rank].append(hash_step(sources[rank]))
             total = sources[0].get() + sources[1].get()
             for rank, target in enumerate(targets):
                 rows = (total if exchanged_quantity == "gradient" else total / 2).reshape(-1, target.size)

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 from launch_models.data.regression import BATCHES, MOMENTUM, RATE, ROWS, make_rows
 from launch_runs import ENVIRONMENT, read_json_lines, run
+from library import shared
 from paths import SUPPORT
 
 from synkhronos.launcher.model_class.model_interface import ModelInterfaceError, parse_val_iter_result
 from synkhronos.launcher.model_class.model_recorder import ModelRecorder
+from synkhronos.launcher.model_class.sanity_check import SanityCheck
 
 
 def train(folder, name, *arguments, status=0, ranks=2, **settings):
@@ -240,6 +242,15 @@ def test_launch_refuses_a_run_that_trains_nothing(tmp_path, name, settings, word
     done = train(tmp_path, name, status=1, **settings)
     assert f"IneffectiveTrainingError: {words}" in done.stderr
     assert not (tmp_path / "params.npz").exists()
+
+
+def test_training_with_an_infinite_parameter_is_no_training_of_nothing():
+    params = [shared(np.array([-np.inf, np.inf]), "bounds"), shared(np.zeros(3), "w")]
+    check = SanityCheck(params, params)
+    for _ in range(50):
+        params[1].set_value(params[1].get_value() + 1)
+        check.record_step()
+    check.check_params_change(0.1, epoch_ended=False)
 
 
 @pytest.mark.slow

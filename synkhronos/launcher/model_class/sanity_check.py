@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.devices import get_array_device
 from synkhronos.programs import RankContext
 from synkhronos.rules.state import FlatVariables
 from synkhronos.variable_types import SharedVariable
@@ -54,7 +53,7 @@ class SanityCheck:
         """Record a step before the exchange makes ranks equal; return True if ranks should be compared now."""
         self._n_steps += 1
         if len(self._step_hashes) < _N_COMPARED_STEPS:
-            self._step_hashes.append(hash_values(self._step_values))
+            self._step_hashes.append(hash_step(self._step_values))
         return not self._is_compared and len(self._step_hashes) == _N_COMPARED_STEPS
 
     def check_params_change(self, learning_rate: float, epoch_ended: bool) -> None:
@@ -98,10 +97,11 @@ def find_ranks_with_equal_steps(step_hashes_by_rank: Sequence[list[str] | None])
     return None
 
 
+def hash_step(step_values: FlatVariables) -> str:
+    """Return a hash of the values that a step has computed; "" if some are NaN or infinite."""
+    return hash_values(step_values) if np.isfinite(step_values.get_on_host()).all() else ""
+
+
 def hash_values(vector: FlatVariables) -> str:
-    """Return a hash of the vector's elements; "" if some are NaN or infinite."""
-    value = vector.get()
-    array = np.ascontiguousarray(get_array_device(value).to_numpy(value))
-    if not np.isfinite(array).all():
-        return ""
-    return hashlib.blake2b(array.view(np.uint8).data, digest_size=16).hexdigest()
+    """Return a hash of the vector's elements."""
+    return hashlib.blake2b(np.ascontiguousarray(vector.get_on_host()).view(np.uint8).data, digest_size=16).hexdigest()
