@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.casts import as_numbers
+from synkhronos.casts import as_numbers, check_dense
 from synkhronos.checks import check_index, check_integer
 from synkhronos.collectives.arguments import check_op_dtype, check_op_name
 from synkhronos.data.rows import get_share
@@ -415,7 +415,9 @@ def _choose_transfer_device(rank: Rank, value: Any, op: str | None = None) -> De
 
 def _as_array(array: Any) -> Any:
     """Return an array on a GPU unchanged, and anything else as a NumPy array; raise TypeError unless it has numbers."""
-    return as_numbers(array, "array") if find_device(array) is NUMPY else array
+    check_dense(array, "array")
+    is_of_other_library = isinstance(array, np.ndarray) and array.dtype.isbuiltin == 2  # such as ml_dtypes.bfloat16
+    return array if is_of_other_library or find_device(array) is not NUMPY else as_numbers(array, "array")
 
 
 def _describe_reduction(array: Array, op: str, device: Device) -> tuple[Any, ...]:

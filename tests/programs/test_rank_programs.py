@@ -159,6 +159,13 @@ def test_program_all_reduce_accepts_numbers_and_lists(n_ranks, in_group, value):
     assert synk.run(programs.add_values, [value] * n_ranks, in_group) == [total] * n_ranks
 
 
+@pytest.mark.parametrize("in_group", [False, True])
+def test_program_all_reduce_accepts_bfloat16(n_ranks, in_group):
+    values = np.arange(3).astype(pytest.importorskip("ml_dtypes").bfloat16)
+    total = synk.run(programs.add_values, [values] * n_ranks, in_group)
+    assert total == [(n_ranks * np.arange(3)).tolist()] * n_ranks
+
+
 def test_program_rows_are_cast_like_data(n_ranks):
     """Rows are copied where NumPy requests a copy or another dtype."""
     dtypes = synk.run(programs.convert_rows, synk.data([1.0, 2.0]), synk.data(3.0))
