@@ -42,7 +42,12 @@ from synkhronos.launcher.model_class.model_interface import (
 )
 from synkhronos.launcher.model_class.model_recorder import ModelRecorder
 from synkhronos.launcher.model_class.model_variables import group_variables
-from synkhronos.launcher.model_class.sanity_check import EQUAL_STEPS_MESSAGE, find_ranks_with_equal_steps, hash_step, hash_values
+from synkhronos.launcher.model_class.sanity_check import (
+    EQUAL_STEPS_MESSAGE,
+    find_ranks_with_equal_steps,
+    hash_step,
+    hash_values,
+)
 from synkhronos.launcher.supervision.process_environment import open_standard_streams
 from synkhronos.launcher.train import add_set_option
 from synkhronos.rules.state import FlatVariables, concatenate
