@@ -70,6 +70,7 @@ class SpmdProgram:
             contextlib.nullcontext() if rank.is_master else _discard_output(),
         ):
             reducer = _make_reducer(rank, detector)
+            _set_jax_settings(settings)  # again, as a rank that uses its GPU for the first time has changed them
             SpmdProgram.current = self
             try:
                 with self._ffi_collectives.use_collective_launcher(reducer, n_collectives=None):
@@ -161,13 +162,19 @@ def _use_jax_settings(settings: dict[str, Any]) -> Iterator[None]:
     import jax
 
     old_values = {name: getattr(jax.config, name) for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
+    _set_jax_settings(settings)
     try:
         yield
     finally:
-        for name, value in old_values.items():
-            jax.config.update(name, value)
+        _set_jax_settings(old_values)
+
+
+def _set_jax_settings(settings: dict[str, Any]) -> None:
+    """Set the given settings of JAX."""
+    import jax
+
+    for name, value in settings.items():
+        jax.config.update(name, value)
 
 
 @contextlib.contextmanager
