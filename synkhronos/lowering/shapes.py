@@ -36,6 +36,7 @@ from pytensor.tensor.basic import (
     TensorFromScalar,
 )
 from pytensor.tensor.elemwise import CAReduce, DimShuffle, Elemwise
+from pytensor.tensor.math import ProdWithoutZeros
 from pytensor.tensor.random.op import RandomVariable
 from pytensor.tensor.shape import Reshape
 from pytensor.tensor.subtensor import AdvancedIncSubtensor, AdvancedSubtensor, IncSubtensor, Subtensor
@@ -62,6 +63,7 @@ def register_lowerings() -> None:
     """Register the lowerings with PyTensor, once in each process."""
     from pytensor.link.jax.dispatch import jax_funcify
 
+    jax_funcify.register(ProdWithoutZeros)(_lower_prod_without_zeros)
     for base in (Subtensor, AdvancedSubtensor, IncSubtensor, AdvancedIncSubtensor):
         jax_funcify.register(base)(_allow_traced_bounds(jax_funcify.dispatch(base)))
     for base, to_numpy in (
@@ -74,6 +76,7 @@ def register_lowerings() -> None:
         (TensorFromScalar, lambda op, node: lambda x: x),
         (DimShuffle, lambda op, node: lambda x: np.reshape(x, (-1,) if node.outputs[0].type.ndim else ())),
         (Subtensor, lambda op, node: lambda *x: np.asarray(x[0])[split_indexing(op, x)[1]]),
+        (IncSubtensor, _update_to_numpy),
         (Join, _join_to_numpy),
     ):
         # Subclasses may have lowerings of their own.
@@ -89,6 +92,13 @@ def register_lowerings() -> None:
     jax_funcify.register(FixedLengthSubtensor)(_lower_fixed_length)
     for op in [registered for registered in jax_funcify.registry if issubclass(registered, RandomVariable)]:
         jax_funcify.register(op)(_allow_computed_size(jax_funcify.dispatch(op)))
+
+
+def _lower_prod_without_zeros(op: ProdWithoutZeros, **kwargs: Any) -> ArrayFunction:
+    """Lower the product of the elements that are not zero, in the gradient of products."""
+    import jax.numpy as jnp
+
+    return lambda x: jnp.prod(jnp.where(x == 0, jnp.ones((), x.dtype), x), axis=op.axis, dtype=op.acc_dtype)
 
 
 def _prefer_numpy(
@@ -170,6 +180,16 @@ def _reduction_to_numpy(op: Op, node: Node) -> ArrayFunction | None:
         OR: np.any,
     }
     return functions.get(type(op.scalar_op))
+
+
+def _update_to_numpy(op: Op, node: Node) -> ArrayFunction:
+    def update(*inputs: Any) -> Any:
+        (x, y), indices = split_indexing(op, inputs)
+        result = np.array(x)
+        result[indices] = y if op.set_instead_of_inc else result[indices] + y
+        return result
+
+    return update
 
 
 def _join_to_numpy(op: Op, node: Node) -> ArrayFunction:
@@ -291,6 +311,7 @@ def _require_known(value: object, variable: Variable) -> None:
 
 def _allow_traced_bounds(lowering: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap an indexing lowering: allow slices with traced bounds whose difference is constant."""
+    import jax.numpy as jnp
 
     def funcify(op: Op, node: Node = None, **kwargs: Any) -> ArrayFunction:
         default = lowering(op, node=node, **kwargs)
@@ -306,7 +327,8 @@ def _allow_traced_bounds(lowering: Callable[..., Any]) -> Callable[..., Any]:
                 if isinstance(index, slice) and isinstance(variable, slice) and not _has_known_bounds(index)
             ]
             if not traced_positions:
-                return default(*inputs)
+                # Lengths are NumPy arrays, which have no updates in JAX's style.
+                return default(jnp.asarray(inputs[0]), *inputs[1:]) if len(operands) == 2 else default(*inputs)
             lengths = [_require_constant_length(variables[i], polynomials) for i in traced_positions]
             return _index_with_lengths(op, operands, indices, traced_positions, lengths, is_exact=False)
 

@@ -414,6 +414,15 @@ def test_xlogx_and_xlogy0_equal_theano(mode):
         np.testing.assert_allclose(result, value)
 
 
+@pytest.mark.parametrize("mode", ["FAST_COMPILE", pytest.param("JAX", marks=NEEDS_JAX)])
+def test_qr_has_theanos_shapes(mode):
+    x, value = T.dmatrix("x"), np.arange(12.0).reshape(4, 3) ** 2
+    outputs = [*T.nlinalg.qr(x), *T.nlinalg.qr(x, mode="complete"), T.nlinalg.qr(x, mode="r")]
+    expected = [*np.linalg.qr(value), *np.linalg.qr(value, "complete"), np.linalg.qr(value, "r")]
+    for result, reference in zip(theano.function([x], outputs, mode=mode)(value), expected, strict=True):
+        np.testing.assert_allclose(abs(result), abs(reference), atol=1e-12)
+
+
 def test_as_op_makes_an_op():
     from theano.compile.ops import as_op
 

@@ -12,6 +12,7 @@ import cases
 import jax
 import pytensor
 import pytensor.tensor as pt
+import theano
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pytensor.compile.mode import Mode, get_mode
@@ -397,6 +398,14 @@ def test_batch_normalization_accepts_mixed_dtypes(mode):
     assert y.dtype == mean.dtype == "float64"
 
 
+def test_running_averages_keep_their_dtype():
+    x, parameter = pt.fmatrix(), np.ones(2, "float32")
+    results = theano.tensor.nnet.bn.batch_normalization_train(
+        x, parameter, parameter, running_average_factor=np.float64(0.1), running_mean=parameter, running_var=parameter
+    )
+    assert [v.dtype for v in results] == ["float32"] * 5
+
+
 @pytest.mark.parametrize("mode", ["FAST_COMPILE", "JAX"])
 def test_batch_normalization_accepts_one_scale_for_all_channels(mode):
     x = draw_normal(5, 3)
@@ -731,6 +740,21 @@ def test_length_may_have_more_than_32_terms():
     total = pt.zeros(pt.add(*(x.shape[0] for x in rows)))
     f = pytensor.function(rows, total, mode="JAX", on_unused_input="ignore")
     assert f(*(np.zeros((i, 2)) for i in range(70))).shape == (69 * 35,)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda x: x.prod() + (x.prod(axis=1) * np.arange(3)).sum(),  # rows with one and two zeros
+        lambda x: (theano.tensor.split(x, [1, 2], 2, axis=1)[1] ** 2).sum(),  # updates a shape
+    ],
+)
+def test_gradient_in_jax_mode_equals_fast_compile(build):
+    x, value = pt.matrix("x"), np.array([[1.0, 2, 0], [0, 0, 3], [2, 3, 4]])
+    gradient = pytensor.grad(build(x), x)
+    np.testing.assert_allclose(
+        compute_in_mode("JAX", [x], gradient, value), compute_in_mode("FAST_COMPILE", [x], gradient, value)
+    )
 
 
 def test_value_dependent_shape_is_named():

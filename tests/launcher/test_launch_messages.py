@@ -353,6 +353,11 @@ def test_command_line_precedes_environment_and_file(tmp_path, monkeypatch):
         {"SYNKHRONOS_EPOCHS": "8", "SYNKHRONOS_SEED": "6", "SYNKHRONOS_THEANO": "pytensor", "HOME": "x"}
     )
     assert environment == {"epochs": 8, "seed": 6}
+    others = "DEVICE", "NCCL_CALLS", "PLATOON", "PLATOON_HOSTS", "MESSAGES", "TEST", "TEST_DEVICE", "TEST_HOSTS"
+    assert not read_environment({f"SYNKHRONOS_{name}": "x" for name in (*others, "TEST_RANKS")})
+    for name, setting in (("EPOCH", "epochs"), ("DEVICS", "devices"), ("CHECKPOINTS", "checkpoint")):
+        with raises(SettingsError, f"SYNKHRONOS_{name} is not a setting; similar: {setting}"):
+            read_environment({f"SYNKHRONOS_{name}": "3"})
     command_line = [
         parse_set_option("epochs=9"),
         parse_set_option("rule_options.period=2"),

@@ -194,6 +194,15 @@ def test_on_death_continue_without_a_device_left_ends_the_run(tmp_path):
 
 
 @pytest.mark.faults
+@pytest.mark.parametrize("victim", [0, 1])
+def test_on_death_continue_counts_exits_as_deaths(tmp_path, victim):
+    done = train_with_deaths(tmp_path, victim, [1], "--on-death=continue", checkpoint=0, config__exit_code="3")
+    assert "death 1 of at most 100: from the checkpoint " in done.stderr
+    (death,) = json.loads((tmp_path / "run" / "deaths.json").read_text())
+    assert death["rank"] == victim and "exited with code 3" in death["cause"]
+
+
+@pytest.mark.faults
 def test_on_death_continue_ends_at_an_exception(tmp_path):
     arguments = "--on-death=continue", "--restarts=1"
     done = train_with_deaths(tmp_path, 1, [0, 1], *arguments, status=1, config__raising="true")

@@ -82,12 +82,20 @@ def _parse_value(text: str) -> Any:
 
 
 def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the settings in environment variables such as SYNKHRONOS_DEVICES."""
+    """Return the settings in environment variables such as SYNKHRONOS_DEVICES.
+
+    Raise SettingsError for a variable whose name differs from a setting's by about a letter.
+    """
     settings = {}
     for name, value in environment.items():
+        if not name.startswith(ENVIRONMENT_PREFIX):
+            continue
         key = name.removeprefix(ENVIRONMENT_PREFIX).lower()
-        if name.startswith(ENVIRONMENT_PREFIX) and key in SETTING_KEYS:  # other packages read other variables
+        if key in SETTING_KEYS:
             settings[key] = _parse_value(value)
+        elif name != "SYNKHRONOS_DEVICE" and (similar := format_similar(key, SETTING_KEYS, 0.8)):
+            # Other packages read other variables.
+            raise SettingsError(f"environment: {name} is not a setting{similar}")
     return settings
 
 

@@ -64,6 +64,7 @@ class Supervisor:
         self._deadline = float("inf")
         self._master: subprocess.Popen[bytes] | None = None
         self._n_restarts = 0
+        self._has_master_died = False
         self._memory_checkpoints: MemoryCheckpointFolder | None = None
         self._deaths = DeathLog(self.folder)
         self._death_limit = DeathLimit(settings.max_deaths)
@@ -265,7 +266,7 @@ class Supervisor:
             return False
         deaths = self._deaths.read()
         assert self._master is not None
-        if self._master.returncode < 0:
+        if self._has_master_died:
             self._deaths.add(Death(0, "", self._master.pid, describe_exit(self._master.returncode)))
             deaths = self._deaths.read()
         if len(deaths) == self._n_logged_deaths:
@@ -390,7 +391,9 @@ class Supervisor:
             elif self.settings.saves_on_signal and self.signal_number != signal.SIGINT:
                 message += ", before it had written a checkpoint"
             message += "\n"
-        elif not is_complete and not message:
+        # After an exception, which would be raised again, there is a message, or the disk is full and the code is 1.
+        self._has_master_died = code < 0 or not (is_complete or message or code == 1)
+        if not (is_complete or message):
             message = f"rank 0 (process {self._master.pid}) {describe_exit(code)}\n"
             with contextlib.suppress(OSError):  # if the disk is full, only the console gets it
                 failure.write_text(message, "utf-8")

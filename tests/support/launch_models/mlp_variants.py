@@ -154,6 +154,8 @@ class DiesInEpochs(MLP):
                 file.write(sys.argv[-1])  # the master's arguments, which forks have, too
             if self.is_raising:
                 raise ValueError(f"epoch {self.epoch} is damaged")
+            if self.exit_code is not None:
+                os._exit(self.exit_code)
             os.kill(os.getppid() if self.kills_parent else os.getpid(), signal.SIGKILL)
             time.sleep(10 * self.kills_parent)
         super().train_iter(count, recorder)
@@ -161,7 +163,7 @@ class DiesInEpochs(MLP):
     def __init__(self, config):
         super().__init__(config)
         self.folder, self.victim, self.epochs = config["marks"], config["victim"], config["epochs"]
-        self.is_raising = config.get("raising", False)
+        self.is_raising, self.exit_code = config.get("raising", False), config.get("exit_code")
         self.kills_parent = config.get("parent", False)
 
 

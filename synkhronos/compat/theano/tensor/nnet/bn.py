@@ -97,7 +97,7 @@ def batch_normalization_train(
     if running_mean is not None:
         # The rounding error of this difference is small compared with var + epsilon, the sum in which it is used.
         var = pt.maximum(1 / invstd**2 - _as_epsilon(epsilon, invstd.dtype), 0)
-        factor = running_average_factor
+        factor = pt.cast(running_average_factor, output.dtype)  # the averages keep their dtype
         count = pt.cast(pt.prod([inputs.shape[a] for a in layout.axes]), inputs.dtype)
         old_mean, old_var = (
             layout.expand("running_mean", running_mean),
