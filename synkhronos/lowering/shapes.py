@@ -64,6 +64,7 @@ def register_lowerings() -> None:
     from pytensor.link.jax.dispatch import jax_funcify
 
     jax_funcify.register(ProdWithoutZeros)(_lower_prod_without_zeros)
+    jax_funcify.register(Elemwise)(_widen_integers(jax_funcify.dispatch(Elemwise)))
     for base in (Subtensor, AdvancedSubtensor, IncSubtensor, AdvancedIncSubtensor):
         jax_funcify.register(base)(_allow_traced_bounds(jax_funcify.dispatch(base)))
     for base, to_numpy in (
@@ -92,6 +93,23 @@ def register_lowerings() -> None:
     jax_funcify.register(FixedLengthSubtensor)(_lower_fixed_length)
     for op in [registered for registered in jax_funcify.registry if issubclass(registered, RandomVariable)]:
         jax_funcify.register(op)(_allow_computed_size(jax_funcify.dispatch(op)))
+
+
+def _widen_integers(lowering: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap Elemwise's lowering: compute float64 functions of integers in it, where JAX would take float32 for int32."""
+    import jax
+    import jax.numpy as jnp
+
+    def funcify(op: Elemwise, node: Node = None, **kwargs: Any) -> ArrayFunction:
+        default: ArrayFunction = lowering(op, node=node, **kwargs)
+        dtypes = [] if node is None else [v.type.dtype for v in node.inputs]
+        is_narrow = "int32" in dtypes or "uint32" in dtypes
+        if not is_narrow or node.outputs[0].type.dtype != "float64" or not all("int" in d for d in dtypes):
+            return default
+        dtype = jax.dtypes.canonicalize_dtype("float64")
+        return lambda *inputs: default(*(jnp.asarray(x, dtype) for x in inputs))
+
+    return funcify
 
 
 def _lower_prod_without_zeros(op: ProdWithoutZeros, **kwargs: Any) -> ArrayFunction:
