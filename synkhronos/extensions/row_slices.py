@@ -208,7 +208,7 @@ class PreparedSum:
         shape = (len(rows.slice_bounds) - 1, result_size)[: 1 + output_type.ndim]
         self._data.append(copy_to_shared(np.zeros(shape, output_type.dtype)))
         *self._inputs, self._table = [shared.data for shared in self._data]
-        call = dispatcher.make_call(session, self._data[:-1])
+        call = dispatcher.build_call(session, self._data[:-1])
         self._command = ComputeSlices(
             call,
             get_array_location(self._data[-1]),

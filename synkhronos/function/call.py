@@ -103,9 +103,9 @@ class Call(_CallFields, Command):
 
     def run(self, rank: Rank) -> Any:
         """Run the computation on this rank; see `RankCall.run`."""
-        return self.make_rank_call(rank).run()
+        return self.bind_to_rank(rank).run()
 
-    def make_rank_call(self, rank: Rank) -> RankCall:
+    def bind_to_rank(self, rank: Rank) -> RankCall:
         """Return the call on this rank, with its rows selected and its variant compiled.
 
         Compiling may need collectives, so all ranks call this at the same point of a command.

@@ -49,10 +49,10 @@ class Dispatcher:
         session = ranks.get_session()
         with session.call_lock:
             session.begin_call()
-            call = self.make_call(session, inputs)._replace(fetches_outputs=True)
-            return self.finish_call(session, call, session.run(call))
+            call = self.build_call(session, inputs)._replace(fetches_outputs=True)
+            return self.take_results(session, call, session.run(call))
 
-    def make_call(
+    def build_call(
         self,
         session: Session,
         inputs: Sequence[Any] = (),
@@ -64,7 +64,7 @@ class Dispatcher:
     ) -> Call:
         """Check the arguments of a call, put the inputs into shared memory, and return the command.
 
-        The caller holds the session's `call_lock` until it has called `finish_call`.
+        The caller holds the session's `call_lock` until it has called `take_results`.
         """
         variant = self._choose_variant(batch_s, num_slices, output_subset)
         call_inputs, n_rows = self.input_writer.write_inputs(session, inputs, named_inputs, batch)
@@ -80,7 +80,7 @@ class Dispatcher:
         needs_compile = variant not in self._compiled_variants
         return Call(self.key, variant, needs_compile, call_inputs, n_rows, call_batch_s, num_slices, has_updates)
 
-    def finish_call(self, session: Session, call: Call, command_result: Any) -> list[Any]:
+    def take_results(self, session: Session, call: Call, command_result: Any) -> list[Any]:
         """Record the call's variant as compiled; return the outputs, each with several values after a fused launch."""
         self._compiled_variants.add(call.variant)
         if not command_result:

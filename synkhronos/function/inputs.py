@@ -46,15 +46,15 @@ class CallInputWriter:
         shapes = [computation.library.get_static_shape(spec.variable) for spec in computation.inputs]
         self._static_shapes = [None if all(length is None for length in shape) else shape for shape in shapes]
 
-    def match_arguments(self, args: Sequence[Any], named: dict[str, Any] | None) -> list[Any]:
+    def match_arguments(self, args: Sequence[Any], named_inputs: dict[str, Any] | None) -> list[Any]:
         """Return one value for each input, from positional and named arguments and defaults."""
         specs = self.computation.inputs
         if len(args) > len(specs):
             raise TypeError(f"{self.computation.name} takes {len(specs)} inputs, got {len(args)}")
-        if len(args) == len(specs) and not named:
+        if len(args) == len(specs) and not named_inputs:
             return list(args)
         values: list[Any] = [*args, *[_MISSING] * (len(specs) - len(args))]
-        for name, value in (named or {}).items():
+        for name, value in (named_inputs or {}).items():
             position = self._positions.get(name)
             if position is None:
                 raise TypeError(
@@ -71,16 +71,16 @@ class CallInputWriter:
         return values
 
     def write_inputs(
-        self, session: Session, args: Sequence[Any], named: dict[str, Any] | None, batch: BatchArgument
+        self, session: Session, args: Sequence[Any], named_inputs: dict[str, Any] | None, batch: BatchArgument
     ) -> tuple[tuple[ScatteredInput | ArrayLocation, ...], int | None]:
         """Check the inputs of a call, select their rows, and write arrays into shared memory.
 
         Return the inputs of the command, and the number of selected rows, None if no input is scattered.
         """
         computation, n = self.computation, self.computation.n_scattered
-        if not computation.inputs and not args and not named and batch is None:
+        if not computation.inputs and not args and not named_inputs and batch is None:
             return (), None
-        values = self.match_arguments(args, named)
+        values = self.match_arguments(args, named_inputs)
         checked = [self._to_checked_input(i, value, session) for i, value in enumerate(values)]
         if n == 0:
             if batch is not None:
@@ -96,7 +96,7 @@ class CallInputWriter:
             elif not isinstance(value, Data):
                 array = self._buffers.write(i, value, rows)
                 call_inputs.append(ScatteredInput(array, range(len(rows))))
-            elif value.minibatch and _is_list_or_mask(batch):
+            elif value.minibatch and _is_index_list_or_mask(batch):
                 # A minibatch has its rows in the order of the list.
                 call_inputs.append(ScatteredInput(get_array_location(value), range(len(rows))))
             else:
@@ -105,8 +105,8 @@ class CallInputWriter:
                     selected = rows
                 else:
                     selected = index = self._buffers.write("batch", rows) if index is None else index
-                array_start = first_row if value.minibatch else 0
-                call_inputs.append(ScatteredInput(get_array_location(value), selected, array_start))
+                array = get_array_location(value)
+                call_inputs.append(ScatteredInput(array, selected, first_row if value.minibatch else 0))
         return tuple(call_inputs), len(rows)
 
     def _to_checked_input(self, position: int, value: Any, session: Session) -> Data | np.ndarray:
@@ -156,9 +156,10 @@ class CallInputWriter:
         first_row = find_min_row(rows) if any(isinstance(v, Data) and v.minibatch for v in values) else 0
         for i, value in enumerate(values):
             if isinstance(value, Data) and value.minibatch:
-                verb, needed = (
-                    ("selects", len(rows)) if _is_list_or_mask(batch) else ("spans", find_max_row(rows) - first_row + 1)
-                )
+                if _is_index_list_or_mask(batch):
+                    verb, needed = "selects", len(rows)
+                else:
+                    verb, needed = "spans", find_max_row(rows) - first_row + 1
                 if needed > len(value):
                     raise IndexError(f"batch: input {i} is a minibatch of {len(value)} rows, but batch {verb} {needed}")
         return rows, first_row
@@ -179,8 +180,8 @@ class CallInputWriter:
         return tuple(selections * session.size if by_rank is None else selections)
 
 
-def _is_list_or_mask(batch: BatchArgument) -> bool:
-    """Whether ``batch`` is a list of indexes or a mask, rather than a number of rows or a slice."""
+def _is_index_list_or_mask(batch: BatchArgument) -> bool:
+    """Whether ``batch`` is a list or range of indexes, or a mask, rather than a number of rows or a slice."""
     return batch is not None and not isinstance(batch, int | np.integer | slice)
 
 

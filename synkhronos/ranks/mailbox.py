@@ -40,7 +40,7 @@ class Mailbox:
         key = type(command), command
         try:
             message = self._pickle_cache.get(key)
-        except TypeError:  # not hashable, such as a slice
+        except TypeError:  # not hashable, such as a slice before Python 3.12
             return pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
         if message is None:
             message = pickle.dumps(command, pickle.HIGHEST_PROTOCOL)

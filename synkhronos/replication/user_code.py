@@ -66,12 +66,13 @@ class UserCode:
 
         A digest covers all user code that the class or function uses.
         """
+        # `update_digests` puts the digests of these before those of code that was pickled by value.
         return tuple(zip(self._by_name, self._digests, strict=False))
 
     def update_if_changed(self) -> bool:
         """Update the digests if a used binding has changed; return True if they differ."""
         # Each call of a function calls this.  Comparing identities takes a microsecond, digests take much longer.
-        if all(names.get(name, _MISSING) is value for names, name, value in self._used_bindings):
+        if all(namespace.get(name, _MISSING) is value for namespace, name, value in self._used_bindings):
             return False
         before = self._digests
         self.update_digests()
@@ -184,8 +185,8 @@ class _CodeHasher:
             self._add((value.__code__, value.__defaults__, kwdefaults, tuple(cells)))
         else:
             self._add(value.__bases__)
-        for names, name, used in _iterate_bindings(value):
-            self.used_bindings.append((names, name, used))
+        for namespace, name, used in _iterate_bindings(value):
+            self.used_bindings.append((namespace, name, used))
             self._hash.update(name.encode())
             self._add(used)
 
@@ -203,39 +204,43 @@ def _digest_constant(constant: object) -> bytes:
 def _iterate_bindings(value: Any) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
     """Yield (namespace, name, value) of each name that the code of a class or function uses directly."""
     if isinstance(value, type):
-        names = vars(value)
-        yield from ((names, name, names[name]) for name in sorted(names) if name not in _GENERATED_ATTRIBUTES)
+        attributes = vars(value)
+        names = (name for name in sorted(attributes) if name not in _GENERATED_ATTRIBUTES)
+        yield from ((attributes, name, attributes[name]) for name in names)
         return
-    names = value.__globals__
-    used = {name for code in _iter_code(value.__code__) for name in _iter_globals(code, "LOAD_GLOBAL")}
+    namespace = value.__globals__
+    codes = _iterate_code_objects(value.__code__)
+    used = {name for code in codes for name in _iterate_global_names(code, "LOAD_GLOBAL")}
     # Values of globals that the module's code rebinds, such as counters, may differ between ranks.
-    yield from ((names, name, names[name]) for name in sorted(used - _find_rebound_globals(names)) if name in names)
+    for name in sorted(used - _find_rebound_globals(namespace)):
+        if name in namespace:
+            yield namespace, name, namespace[name]
 
 
-def _find_rebound_globals(names: Mapping[str, Any]) -> set[str]:
+def _find_rebound_globals(namespace: Mapping[str, Any]) -> set[str]:
     """Return the names of a module's globals that its functions and methods rebind."""
-    functions = [value for value in names.values() if isinstance(value, types.FunctionType)]
-    for value in names.values():
-        if isinstance(value, type) and value.__module__ == names.get("__name__"):
+    functions = [value for value in namespace.values() if isinstance(value, types.FunctionType)]
+    for value in namespace.values():
+        if isinstance(value, type) and value.__module__ == namespace.get("__name__"):
             functions += [method for method in vars(value).values() if isinstance(method, types.FunctionType)]
     return {
         name
         for function in functions
-        if function.__globals__ is names
-        for code in _iter_code(function.__code__)
-        for name in _iter_globals(code, "STORE_GLOBAL")
+        if function.__globals__ is namespace
+        for code in _iterate_code_objects(function.__code__)
+        for name in _iterate_global_names(code, "STORE_GLOBAL")
     }
 
 
-def _iter_code(code: types.CodeType) -> Iterator[types.CodeType]:
+def _iterate_code_objects(code: types.CodeType) -> Iterator[types.CodeType]:
     """Yield a function's code object and those of its nested functions."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _iter_code(constant)
+            yield from _iterate_code_objects(constant)
 
 
-def _iter_globals(code: types.CodeType, instruction: str) -> Iterator[str]:
+def _iterate_global_names(code: types.CodeType, instruction: str) -> Iterator[str]:
     """Yield the names of the globals that instructions of this kind load or store."""
     if dis.opmap[instruction] in code.co_code[::2]:  # a quick check before the slow disassembly
         yield from (step.argval for step in dis.get_instructions(code) if step.opname == instruction)

@@ -19,7 +19,7 @@ from pytensor.graph.rewriting.basic import in2out, node_rewriter
 from pytensor.scalar import upcast
 from pytensor.tensor.type import TensorType
 
-from synkhronos.compat.ops.rectifier import is_rectifier, split_masked_gradient
+from synkhronos.compat.ops.rectifier import is_rectifier, match_masked_gradient
 from synkhronos.lowering.numpy_op import NumpyOp, register_lowering
 
 __all__ = ["BatchNormTrain", "BatchNormTrainGrad", "RectifiedBatchNormTrainGrad"]
@@ -220,7 +220,7 @@ class RectifiedBatchNormTrainGrad(_BatchNorm):
 def _compute_sign_from_input(fgraph: Any, node: Any) -> list[Any] | None:
     """Replace the gradient of a normalization that a rectifier follows, unless others read the rectifier's gradient."""
     x, dy, scale, mean, invstd = node.inputs
-    masked = split_masked_gradient(dy.owner)
+    masked = match_masked_gradient(dy.owner)
     if masked is None or len(fgraph.clients[dy]) > 1:
         return None
     rectified, g = masked[0].owner, masked[1]

@@ -20,7 +20,7 @@ from pytensor.graph.rewriting.basic import in2out, node_rewriter
 from pytensor.tensor.elemwise import Elemwise
 from pytensor.tensor.type import TensorType
 
-from synkhronos.compat.ops.rectifier import split_masked_gradient
+from synkhronos.compat.ops.rectifier import match_masked_gradient
 from synkhronos.compat.ops.windows import iterate_window_slices, pad_zeros
 from synkhronos.lowering.numpy_op import NumpyOp, register_lowering
 
@@ -265,7 +265,7 @@ def _mask_before_pooling(fgraph: Any, node: Any) -> list[Any] | None:
 
     An element that gets a gradient equals its window's maximum, so both or neither are positive.
     """
-    if (parts := split_masked_gradient(node)) is None:
+    if (parts := match_masked_gradient(node)) is None:
         return None
     y, array_gradient = parts
     pool = array_gradient.owner

@@ -12,7 +12,7 @@ from pytensor.scalar import LE, Switch
 from pytensor.scalar.basic import Maximum, upcast_out
 from pytensor.tensor.elemwise import Elemwise
 
-__all__ = ["is_rectifier", "rectifier", "split_masked_gradient"]
+__all__ = ["is_rectifier", "rectifier", "match_masked_gradient"]
 
 
 def rectifier(x: Any) -> Any:
@@ -48,7 +48,7 @@ def is_rectifier(node: Any) -> bool:
     return node is not None and node.op == _rectifier
 
 
-def split_masked_gradient(node: Any) -> tuple[Any, Any] | None:
+def match_masked_gradient(node: Any) -> tuple[Any, Any] | None:
     """Return y and g, if an Apply node computes a rectifier's gradient: g, or 0 where its output y is not positive."""
     if not _is_elementwise(node, Switch):
         return None

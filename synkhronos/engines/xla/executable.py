@@ -66,7 +66,7 @@ class Executable(Runner):
         # PyTensor's dispatchers, imported when the first function is compiled, disable this option where floatX is
         # float32.  If it were enabled after the first call, JAX would compile the function again.
         jax.config.update("jax_enable_x64", True)
-        # It is no error that a new value can't use the memory of an old value of another shape.
+        # A new value can't use the memory of an old value of another shape, which is not an error.
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         self._functions = list(functions)
         self._logs_scalars, self.n_repeats = logs_scalars, n_repeats

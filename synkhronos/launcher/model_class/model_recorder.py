@@ -165,7 +165,7 @@ class ModelRecorder:
 
     def begin_epoch(self, epoch: int, steps: int = 0, weighted_cost_sum: float = 0.0, weight_sum: float = 0.0) -> None:
         """Begin an epoch, or continue it after ``steps`` steps, with the sums of their weighted costs and weights."""
-        self.epoch, self.epoch_began = epoch, time.perf_counter()
+        self.epoch, self.epoch_start_time = epoch, time.perf_counter()
         rows = steps * self.rows_per_step
         self.meter.begin_interval(RankTotals(weighted_cost_sum, weight_sum, rows, steps, first_launch_rows=rows))
 

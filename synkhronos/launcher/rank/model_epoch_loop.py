@@ -181,7 +181,7 @@ class ModelEpochLoop(EpochLoop):
         """Make the report of the epoch; its loss is NaN if the class recorded no cost."""
         n_ranks, epoch = self.context.size, self.n_reports + 1
         n_rows_seen = self.recorder.meter.total_steps * self.recorder.rows_per_step * n_ranks
-        elapsed = self._training_ended_at - self.recorder.epoch_began
+        elapsed = self._training_ended_at - self.recorder.epoch_start_time
         report = make_report(self.totals, epoch, n_rows_seen, f"{n_ranks} x {self.recorder.rows_per_step}", elapsed)
         if any(total.weight_sum for total in self.totals) and not math.isfinite(report.loss):
             data = self.model.data.training if isinstance(self.model.data, ModelData) else ()

@@ -19,9 +19,9 @@ from synkhronos.variable_types import SharedVariable
 class OptimizerState:
     """Access to the variables of an update rule as whole arrays.
 
-    ``shareds`` are the variables of the unsharded optimizer, and keys of ``sharded_variables``.  ``n_ranks`` is None if
-    all are equal on all ranks.  ``variables`` are the variables that ranks update.  For a sharded variable this is the
-    rank's shard.
+    ``shareds`` are the variables of the unsharded optimizer, and keys of ``sharded_variables``.  ``n_ranks`` is the
+    number of ranks that have shards; None if all variables are equal on all ranks.  ``variables`` are the variables
+    that ranks update.  For a sharded variable this is the rank's shard.
     """
 
     def __init__(
@@ -33,13 +33,18 @@ class OptimizerState:
         ]
         self._session: ranks.Session | None = None
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a rank has a shard of some variables."""
+        return self.n_ranks is not None
+
     def ensure_scattered(self, caller_sets_all: bool = False) -> None:
         """Scatter the shards of the initial values to the ranks of a new session, unless they have been scattered.
 
         With ``caller_sets_all`` nothing is sent, since the caller sets all values.  Otherwise RuntimeError is raised if
         the session with the present shards has ended.
         """
-        if self.n_ranks is None:
+        if not self.is_sharded:
             return
         session = ranks.get_session()
         if self._session is session:
@@ -66,7 +71,7 @@ class OptimizerState:
             )
         return self.__dict__
 
-    def get(self, shareds: Sequence[SharedVariable] | None = None) -> list[np.ndarray]:
+    def gather_values(self, shareds: Sequence[SharedVariable] | None = None) -> list[np.ndarray]:
         """Return the whole values of variables of the unsharded optimizer, by default of all."""
         self.ensure_scattered()
         return [
@@ -76,7 +81,7 @@ class OptimizerState:
             for shared in (self._shareds if shareds is None else shareds)
         ]
 
-    def set(self, values: Sequence[np.ndarray], shareds: Sequence[SharedVariable] | None = None) -> None:
+    def distribute_values(self, values: Sequence[np.ndarray], shareds: Sequence[SharedVariable] | None = None) -> None:
         """Set variables of the unsharded optimizer, by default all.  ``shareds`` must include all sharded ones."""
         self.ensure_scattered(caller_sets_all=True)
         for shared, value in zip(self._shareds if shareds is None else shareds, values, strict=True):
@@ -87,7 +92,7 @@ class OptimizerState:
 
     def get_vector(self, shareds: Sequence[SharedVariable]) -> np.ndarray:
         """Return the concatenated values of variables, in the widest of their dtypes."""
-        values = self.get(shareds)
+        values = self.gather_values(shareds)
         dtype = np.result_type(*(value.dtype for value in values)) if values else np.dtype(np.float32)
         return np.concatenate([np.zeros(0, dtype), *(np.ravel(value).astype(dtype, copy=False) for value in values)])
 
@@ -99,9 +104,9 @@ class OptimizerState:
             piece.astype(shared.type.dtype).reshape(shape)
             for piece, shared, shape in zip(pieces, shareds, shapes, strict=True)
         ]
-        self.set(values, shareds)
+        self.distribute_values(values, shareds)
 
-    def gather_whole_values(self, shareds: Sequence[SharedVariable]) -> None:
+    def unshard_variables(self, shareds: Sequence[SharedVariable]) -> None:
         """Set the sharded variables among ``shareds`` to their whole values, on each rank that has a copy."""
         for shared in shareds:
             if shared in self._sharded_variables:

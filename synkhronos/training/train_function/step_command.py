@@ -34,9 +34,11 @@ from synkhronos.variable_types import Array, SharedVariable
 class _StepCommandFields(NamedTuple):
     """Fields of `StepCommand`; a named tuple cannot have a second base class."""
 
-    #: Call that writes this rank's gradient into a shared variable, its all-reduce, and the call that updates from it.
+    #: Call that writes this rank's gradient into a shared variable.
     gradient: Call
+    #: All-reduce of this variable.
     all_reduce: AllReduceValues
+    #: Call that updates the parameters from this variable.
     update: Call
     #: Dtype in which a fused launch sends the gradients; None for their own.
     wire_dtype: str | None
@@ -44,7 +46,8 @@ class _StepCommandFields(NamedTuple):
     n_tail_items: int = 1
     #: Number of steps in one launch.  The rows of each rank are ordered by steps.
     n_steps: int = 1
-    #: Whether ranks may fuse the step.  A fused step may send the gradient in other chunks, or in another dtype.
+    #: Whether every rank has rows.  Otherwise no rank fuses the step: a rank without rows cannot, and a fused step may
+    #: send the gradient in other chunks, or in another dtype.
     every_rank_has_rows: bool = True
     #: Whether the ranks launch the fused step without a comparison of their plans; see `can_skip_plan_check`.
     has_agreed_plan: bool = False
@@ -72,7 +75,7 @@ class StepCommand(_StepCommandFields, Command):
 
     def run(self, rank: Rank) -> tuple[Any, Any] | None:
         """Take the steps; return the outputs of both functions, or None if some rank can't fuse several steps."""
-        gradient, update = self.gradient.make_rank_call(rank), self.update.make_rank_call(rank)
+        gradient, update = self.gradient.bind_to_rank(rank), self.update.bind_to_rank(rank)
         fused_runner = None
         if self.every_rank_has_rows:
             fused_runner = fuse_calls(rank, self, gradient, [update], self.n_steps)
@@ -157,10 +160,11 @@ def fuse_calls(
 class _ShardedStepCommandFields(NamedTuple):
     """Fields of `ShardedStepCommand`; a named tuple cannot have a second base class."""
 
-    #: Calls that write the gradients of all ranks' shards into a matrix, replace the gradient in this rank's row by new
-    #: parameters, and set the parameters to those in the matrix.
+    #: Call that writes the gradients of all ranks' shards into a matrix.
     gradient: Call
+    #: Call that replaces the gradient in this rank's row by new parameters.
     shard_update: Call
+    #: Call that sets the parameters to those in the matrix.
     parameter_update: Call
     #: Keys of variables: the matrix, this rank's row of it, this rank's number, its shards of the optimizer's state.
     matrix_key: Any
@@ -194,7 +198,7 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
     def run(self, rank: Rank) -> tuple[Any, list[Any]] | None:
         """Take the steps; return the gradient's outputs, or None if a single step has to be taken instead."""
         gradient, shard_update, parameter_update = (
-            call.make_rank_call(rank) for call in (self.gradient, self.shard_update, self.parameter_update)
+            call.bind_to_rank(rank) for call in (self.gradient, self.shard_update, self.parameter_update)
         )
         # At its first call a rank may have to wait until another rank has compiled the function.  Means over ranks are
         # exchanged between the launches of a single step.

@@ -139,7 +139,7 @@ class TrainFunction:
 
     def set_state_vector(self, shareds: Sequence[SharedVariable], vector: np.ndarray) -> None:
         """Set variables of the rule from `get_state_vector`; compile anew if the number of ranks has changed since."""
-        if self._optimizer.n_ranks not in (None, ranks.get_session().size):
+        if self._optimizer.is_sharded and self._optimizer.n_ranks != ranks.get_session().size:
             self._compile(self._graph)
         self._optimizer.set_vector(shareds, vector)
 
@@ -149,7 +149,7 @@ class TrainFunction:
         With `shard_optimizer` each rank has a part of the averages.  This method is then a collective: it sets the
         returned variables to the current averages on all ranks.
         """
-        self._optimizer.gather_whole_values(self._graph.ema or ())
+        self._optimizer.unshard_variables(self._graph.ema or ())
         return self._graph.ema
 
     def get_optimizer_state(self) -> list[np.ndarray]:
@@ -161,7 +161,7 @@ class TrainFunction:
             One for each variable of `optimizer_state`, with the shapes and in the order of a function without
             `shard_optimizer`.
         """
-        return self._optimizer.get()
+        return self._optimizer.gather_values()
 
     def set_optimizer_state(self, values: Sequence[Array]) -> None:
         """Set the rule's variables on all ranks.
@@ -185,7 +185,7 @@ class TrainFunction:
             if array.shape != get_shape(shared):
                 raise ValueError(f"values: {name} has shape {get_shape(shared)}, got {array.shape}")
             arrays.append(array.astype(dtype))
-        self._optimizer.set(arrays)
+        self._optimizer.distribute_values(arrays)
 
     def __call__(
         self,
@@ -380,14 +380,14 @@ class TrainFunction:
         with session.call_lock:
             session.begin_call()
             dispatcher, updates = get_dispatcher(self.gradient), [get_dispatcher(update) for update in self._updates]
-            gradient = dispatcher.make_call(session, arrays, batch=batch, batch_s=batch_s, num_slices=num_slices)
+            gradient = dispatcher.build_call(session, arrays, batch=batch, batch_s=batch_s, num_slices=num_slices)
             has_rank_without_rows = self._has_rank_without_rows(session, gradient, batch)
             if has_rank_without_rows:
                 # A rank without rows does not write its vector, which would still hold an earlier step's values.
                 clear = get_dispatcher(self._clear)
-                call = clear.make_call(session)
-                clear.finish_call(session, call, session.run(call))
-            calls = [update.make_call(session) for update in updates]
+                call = clear.build_call(session)
+                clear.take_results(session, call, session.run(call))
+            calls = [update.build_call(session) for update in updates]
             command: StepCommand | ShardedStepCommand
             if sharding is None:
                 all_reduce = get_all_reduce_command(session, self.grad_shared, "avg", nccl=True)
@@ -422,8 +422,8 @@ class TrainFunction:
                 return None
             gradient_outputs, update_outputs = results
             for update, call in zip(updates, calls, strict=True):
-                update.finish_call(session, call, update_outputs)
-            outputs = dispatcher.finish_call(session, gradient, gradient_outputs)
+                update.take_results(session, call, update_outputs)
+            outputs = dispatcher.take_results(session, gradient, gradient_outputs)
         weights = outputs[n_steps:] or [None] * n_steps
         return list(zip(outputs[:n_steps], weights, strict=True))
 
