@@ -38,8 +38,8 @@ from synkhronos.ranks.command import Command
 from synkhronos.ranks.control_memory import ControlMemory
 from synkhronos.ranks.errors import (
     Cancelled,
+    FailureCause,
     FailureReport,
-    PeerFailure,
     WorkerError,
     describe_effect,
     make_worker_error,
@@ -85,14 +85,14 @@ class CommandRunner(ABC):
         State of packages of higher layers that only the master has; empty once new processes have replaced workers.
     close_reason : str or None
         Reason why the session has ended, as a message for the user; None while it runs.
-    failure : PeerFailure or None
+    failure : FailureCause or None
         The failure that closed the session, if one did.
     """
 
     def __init__(self, group: ProcessGroup, timeout: float | None):
         self.timeout = timeout
         self.close_reason: str | None = None
-        self.failure: PeerFailure | None = None
+        self.failure: FailureCause | None = None
         self._call_lock = threading.RLock()
         self._command_number, self._command_start_time = 0, 0.0
         self._is_running = False
@@ -318,7 +318,7 @@ class CommandRunner(ABC):
         return self.close_reason is None and not self._is_running and self.rank.pending_operations.has_unfinished()
 
     @abstractmethod
-    def _close_after_failure(self, failure: PeerFailure) -> None:
+    def _close_after_failure(self, failure: FailureCause) -> None:
         """Kill all workers, close the session and raise a WorkerError."""
 
     def _make_close_error(self, master_error: BaseException | None) -> BaseException:

@@ -122,7 +122,7 @@ class Death(NamedTuple):
         return f"{describe_rank(self.rank, self.host)} (process {self.pid}) {self.cause}"
 
 
-class PeerFailure(NamedTuple):
+class FailureCause(NamedTuple):
     """Failure of a worker or of a host that ends the session, with the worker's rank or the host's first one.
 
     ``death`` is None if no process has died, or if new workers would fail in the same way.

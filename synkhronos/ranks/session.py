@@ -24,7 +24,7 @@ from typing import Any
 from synkhronos.containers import WeakKeyDict
 from synkhronos.ranks.command import Command
 from synkhronos.ranks.command_runner import CommandRunner
-from synkhronos.ranks.errors import Cancelled, Death, PeerFailure, StartError, WorkerError
+from synkhronos.ranks.errors import Cancelled, Death, FailureCause, StartError, WorkerError
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.link import Link
 from synkhronos.ranks.process_group import GRACE_SECONDS, ProcessGroup
@@ -139,7 +139,7 @@ class Session(CommandRunner):
                 if has_lock:
                     self._call_lock.release()
 
-    def _close_after_failure(self, failure: PeerFailure) -> None:
+    def _close_after_failure(self, failure: FailureCause) -> None:
         """Kill all workers, close the session and raise a WorkerError."""
         if self.close_reason is not None:
             return  # the session is being closed: in another thread, or by a handler in this one
@@ -278,7 +278,7 @@ class Session(CommandRunner):
             death = Death.from_failed_start(self.rank.number, "", reason)
             if isinstance(error, StartError):
                 death = error.death
-            self.failure = PeerFailure(self.close_reason or "", death.rank, death)
+            self.failure = FailureCause(self.close_reason or "", death.rank, death)
         elif self.close_reason is None:  # else a new worker has died
             rank = error.rank if isinstance(error, WorkerError) else self._group.find_unstarted_rank()
             rank = self.rank.number if rank is None else rank
@@ -287,7 +287,7 @@ class Session(CommandRunner):
             self.has_kept_memory = self._n_keep_memory_contexts > 0
             self.close(kill=True)
             self.close_reason = f"rank {rank} {death.cause}.  Call synkhronos.fork() to start again."
-            self.failure = PeerFailure(self.close_reason, rank, death)
+            self.failure = FailureCause(self.close_reason, rank, death)
 
 
 def _call_all(callbacks: WeakKeyDict[Any, Callable[[Any], None]]) -> None:
