@@ -1,4 +1,4 @@
-"""Beside Theano itself: the BLAS that is named for it, and the module that Lasagne misses."""
+"""Patches of the installed Theano: its BLAS flags, the modules that it lacks, and programs in its default mode."""
 
 import os
 import subprocess
@@ -84,8 +84,8 @@ def test_pkg_resources_shim_finds_versions():
 
 
 def run(code):
-    """Run a program with Theano as it is by default; returns the last line that it prints."""
-    # Where modules are kept changes no other default.
+    """Run a program with Theano's default flags; return the last line that it prints."""
+    # The folder of compiled modules is kept, since it changes no result.
     flags = [flag for flag in os.environ.get("THEANO_FLAGS", "").split(",") if flag.startswith("base_compiledir")]
     return run_code(code, timeout=200, cwd=ROOT, THEANO_FLAGS=",".join(flags)).splitlines()[-1]
 

@@ -70,7 +70,7 @@ def compute_whole_rows(batch):
 
 
 def make_mnist_pair(trainer, options):
-    """The same network for two ranks and for one process, and a check that training has changed it."""
+    """A network for two ranks, its copy for one process, and a check that training has changed it."""
     networks = [build_mnist(options.model, options.seed, options.dropout) for _ in range(2)]
     assert_close(get_values(networks[0].params), get_values(networks[1].params), tolerance=0)
     parts = digits.load_digits(options)

@@ -13,7 +13,7 @@ slow = pytest.mark.slow
 ALL = {"clip_norm": 0.5, "num_slices": 5, "ema": 0.9, "validate_ema": "true"}
 
 
-def train(folder, name, ranks, *arguments, options=None, module="small", status=0, **settings):
+def train(folder, name, ranks, *arguments, options=None, module="regression_models", status=0, **settings):
     """Run ``synkhronos train`` with a model of launch_models."""
     sets = [f"--set={key}={value}" for key, value in settings.items()]
     sets += [f"--set=model_options.{key}={value}" for key, value in (options or {}).items()]
@@ -50,8 +50,8 @@ def load_params(folder, name="params.npz"):
 # 3 ranks resume as one, and split rows unevenly.
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=slow), 3])
 def test_model_options_equal_one_process_and_resume(tmp_path, ranks):
-    train(tmp_path, "Optioned", ranks, options=ALL, epochs=1, checkpoint=1)
-    train(tmp_path, "Optioned", ranks % 3 + 1, "--resume", options=ALL, epochs=3, checkpoint=1)
+    train(tmp_path, "RankIndependentRegression", ranks, options=ALL, epochs=1, checkpoint=1)
+    train(tmp_path, "RankIndependentRegression", ranks % 3 + 1, "--resume", options=ALL, epochs=3, checkpoint=1)
     w, average, mean = train_in_numpy(3)
     np.testing.assert_allclose(load_params(tmp_path), [average, mean], rtol=1e-9)
     x, y = make_data()
@@ -63,33 +63,41 @@ def test_model_options_equal_one_process_and_resume(tmp_path, ranks):
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=slow)])
 def test_sharded_optimizer_equals_one_process_and_resumes_sharded_or_not(tmp_path, ranks):
-    train(tmp_path, "Sharded", ranks, options=ALL, epochs=1, checkpoint=1)
-    train(tmp_path / "whole", "Optioned", ranks, options=ALL, epochs=1)
+    train(tmp_path, "ShardedRegression", ranks, options=ALL, epochs=1, checkpoint=1)
+    train(tmp_path / "whole", "RankIndependentRegression", ranks, options=ALL, epochs=1)
     np.testing.assert_array_equal(load_params(tmp_path), load_params(tmp_path / "whole"))
     for r in range(ranks):  # velocity and average of three parameters, of which a rank has two
         assert (tmp_path / f"rank-{r}.log").read_text().endswith("shapes [(2,), (2,)]\n")
-    train(tmp_path, "Optioned", 1, "--resume", options=ALL, epochs=2, checkpoint=1)
-    train(tmp_path, "Sharded", ranks % 3 + 1, "--resume", options=ALL, epochs=3, checkpoint=1)
+    train(tmp_path, "RankIndependentRegression", 1, "--resume", options=ALL, epochs=2, checkpoint=1)
+    train(tmp_path, "ShardedRegression", ranks % 3 + 1, "--resume", options=ALL, epochs=3, checkpoint=1)
     _, average, mean = train_in_numpy(3)
     np.testing.assert_allclose(load_params(tmp_path), [average, mean], rtol=1e-9)
 
 
 def test_sharded_and_unsharded_optimizers_have_their_variables_in_one_order(tmp_path):
     options = {"clip_norm": 0.5}
-    train(tmp_path, "Decayed", 2, options={**options, "shard_optimizer": "true"}, epochs=1, checkpoint=1)
-    train(tmp_path, "Decayed", 1, "--resume", options=options, epochs=2, checkpoint=1)
-    train(tmp_path, "Decayed", 2, "--resume", options={**options, "shard_optimizer": "true"}, epochs=3, checkpoint=1)
-    train(tmp_path / "whole", "Decayed", 2, options=options, epochs=3)
+    train(tmp_path, "AdamwRegression", 2, options={**options, "shard_optimizer": "true"}, epochs=1, checkpoint=1)
+    train(tmp_path, "AdamwRegression", 1, "--resume", options=options, epochs=2, checkpoint=1)
+    train(
+        tmp_path,
+        "AdamwRegression",
+        2,
+        "--resume",
+        options={**options, "shard_optimizer": "true"},
+        epochs=3,
+        checkpoint=1,
+    )
+    train(tmp_path / "whole", "AdamwRegression", 2, options=options, epochs=3)
     np.testing.assert_allclose(load_params(tmp_path), load_params(tmp_path / "whole"), rtol=1e-9)
 
 
 def test_options_of_the_class_apply_to_lasagne_rules(tmp_path):
-    train(tmp_path, "Lasagnes", 2, options={"clip_norm": 0.25}, epochs=2)
+    train(tmp_path, "LasagneStyleRegression", 2, options={"clip_norm": 0.25}, epochs=2)
     np.testing.assert_allclose(load_params(tmp_path)[0], train_in_numpy(2, clip_norm=0.25, momentum=0)[0], rtol=1e-9)
 
 
 def test_gradients_are_exchanged_without_options_if_asked_for(tmp_path):
-    done = train(tmp_path, "Optioned", 2, epochs=2, **{"rule_options.average": "gradient"})
+    done = train(tmp_path, "RankIndependentRegression", 2, epochs=2, **{"rule_options.average": "gradient"})
     assert "after each step vels2 is set to the sum of vels" in done.stdout
     w, _, mean = train_in_numpy(2, clip_norm=np.inf)
     np.testing.assert_allclose(load_params(tmp_path), [w, mean], rtol=1e-9)
@@ -107,8 +115,8 @@ def test_model_loss_scale_skips_an_overflow_and_resumes(tmp_path, ranks):
                 continue
             w = w - 0.05 * 2 * x[rows].T @ (x[rows] @ w - y[rows]) / 12
             average, count = 0.9 * average + 0.1 * w, count + 1
-    train(tmp_path, "Huge", ranks, epochs=1, checkpoint=1)
-    train(tmp_path, "Huge", ranks, "--resume", epochs=2)
+    train(tmp_path, "OverflowingRegression", ranks, epochs=1, checkpoint=1)
+    train(tmp_path, "OverflowingRegression", ranks, "--resume", epochs=2)
     states = [(tmp_path / f"rank-{r}.log").read_text().rsplit("state ", 1)[1].split("\n")[0] for r in range(ranks)]
     assert len(set(states)) == 1, states
     scale, steps, *values = ast.literal_eval(states[0])
@@ -167,14 +175,14 @@ def report(name, model, asked):
         print("refused:", error)
 
 for name, (options, _) in {WRONG!r}.items():
-    report(name, "launch_models/small.py:Optioned", {{"model_options": options}})
-    report("class: " + name, "launch_models/small.py:OwnOptions", {{"config": {{"options": options}}}})
-report("no ema", "launch_models/small.py:Optioned", {{"model_options": {{"validate_ema": True}}}})
+    report(name, "launch_models/regression_models.py:RankIndependentRegression", {{"model_options": options}})
+    report("class: " + name, "launch_models/regression_models.py:ConfiguredRegression", {{"config": {{"options": options}}}})
+report("no ema", "launch_models/regression_models.py:RankIndependentRegression", {{"model_options": {{"validate_ema": True}}}})
 report("no Model", "launch_models/mlp.py:MLP", {{"model_options": {{"clip_norm": 1}}}})
 for rule, options in (("EASGD", {{}}), ("BSP", {{"average": "params"}}), ("BSP", {{"precision": "float16"}})):
     asked = {{"rule": rule, "rule_options": options}}
-    report(f"{{rule}} {{options}}", "launch_models/small.py:Lasagnes", asked)
-report("right", "launch_models/small.py:Lasagnes", {{"model_options": {{"num_slices": 2, "validate_ema": True}}}})
+    report(f"{{rule}} {{options}}", "launch_models/regression_models.py:LasagneStyleRegression", asked)
+report("right", "launch_models/regression_models.py:LasagneStyleRegression", {{"model_options": {{"num_slices": 2, "validate_ema": True}}}})
 """
     return run_cases(code)
 
@@ -202,4 +210,4 @@ def test_check_reports_unavailable_options(checked, name, message):
 
 
 def test_check_accepts_a_model_with_options(checked):
-    assert checked["right"].endswith("Lasagnes: no problem found, on one rank and on two\n-- status 0\n")
+    assert checked["right"].endswith("LasagneStyleRegression: no problem found, on one rank and on two\n-- status 0\n")

@@ -17,7 +17,7 @@ from synkhronos.launcher.model_class.model_recorder import ModelRecorder
 def test_model_base_class_trains(tmp_path, rule):
     run(
         "train",
-        "--set=model='launch_models/small.py:Line'",
+        "--set=model='launch_models/regression_models.py:LinearRegression'",
         "--devices=cpu,cpu",
         f"--set=rule={rule}",
         "--folder",
@@ -38,7 +38,11 @@ def test_model_base_class_trains(tmp_path, rule):
 @pytest.mark.parametrize("rule", ["BSP", "EASGD", "DiLoCo"])
 @pytest.mark.slow
 def test_model_metrics_are_weighted_by_items(tmp_path, rule):
-    model = ["--set=model='launch_models/small.py:Masked'", "--devices=cpu,cpu", f"--set=rule={rule}"]
+    model = [
+        "--set=model='launch_models/regression_models.py:MaskedRegression'",
+        "--devices=cpu,cpu",
+        f"--set=rule={rule}",
+    ]
     more = ["--set=rule_options.period=1", "--set=rule_options.momentum=0.9"] if rule == "DiLoCo" else []
     run("train", *model, *more, "--set=checkpoint=1", "--set=seed=3", "--folder", tmp_path, cwd=SUPPORT)
     (x, y, mask), (_, y_valid, mask_valid) = (
@@ -59,7 +63,12 @@ def test_model_metrics_are_weighted_by_items(tmp_path, rule):
 
 
 def test_bsp_params_averages_by_weight(tmp_path):
-    model = ["--set=model='launch_models/small.py:Stepping'", "--devices=cpu,cpu", "--set=rule=BSP", "--set=seed=3"]
+    model = [
+        "--set=model='launch_models/regression_models.py:SgdMaskedRegression'",
+        "--devices=cpu,cpu",
+        "--set=rule=BSP",
+        "--set=seed=3",
+    ]
     run("train", *model, "--set=epochs=2", "--folder", tmp_path, cwd=SUPPORT)
     x, y, mask = masks.make_masked_rows()
     w = np.zeros(3)
@@ -74,7 +83,7 @@ def test_bsp_params_averages_by_weight(tmp_path):
 
 
 def test_model_warns_of_a_mean_without_weight(tmp_path):
-    model = ["--set=model='launch_models/small.py:Unweighted'", "--devices=cpu"]
+    model = ["--set=model='launch_models/regression_models.py:UnweightedMaskedRegression'", "--devices=cpu"]
     run("train", *model, "--set=epochs=1", "--folder", tmp_path, cwd=SUPPORT, new=True)  # pytest records warnings
     assert "loss: the denominator of a mean depends on the values of mask" in (tmp_path / "rank-0.log").read_text()
 

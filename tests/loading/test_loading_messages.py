@@ -125,11 +125,11 @@ CALLS = {
     "no arrays": (ValueError, "source", lambda: Loader([])),
     "no rows": (ValueError, "source", lambda: Loader(Numbers(0))),
     "arrays without rows": (ValueError, "source", lambda: Loader([np.ones((0, 2))])),
-    "other lengths": (ValueError, "source", lambda: Loader([np.ones(3), np.ones(4)])),
-    "words": (TypeError, "source", lambda: Loader([np.array(["a"])])),
+    "arrays of different lengths": (ValueError, "source", lambda: Loader([np.ones(3), np.ones(4)])),
+    "an array of strings": (TypeError, "source", lambda: Loader([np.array(["a"])])),
     "a number in place of an array": (ValueError, "source", lambda: Loader([3])),
     "a masked array": (TypeError, "source", lambda: Loader([np.ma.masked_array([1, 2], [0, 1])])),
-    "rows that are words": (TypeError, "source", lambda: Loader(lambda: iter(["abc"]))),
+    "rows that are strings": (TypeError, "source", lambda: Loader(lambda: iter(["abc"]))),
     "a source that can't be sent": (TypeError, "source", lambda: request_first_batch(UnpicklableSource())),
     "the first row is damaged": (LoadError, "/pictures/0.jpg", lambda: Loader(Damaged(10, (0,)))),
     "all rows are damaged": (LoadError, "/pictures/9.jpg", lambda: Loader(Damaged(10, range(10)), on_error="skip")),
@@ -156,7 +156,7 @@ CALLS = {
     "no ranks": (RuntimeError, "", lambda: (synk.fork(1, use_gpu=False), synk.close(), make_loader().epoch(0, 2))),
     "data outside of a loop": (RuntimeError, "data", lambda: make_loader().data),
     "the length of an iterable": (TypeError, "", lambda: len(Loader(Unsized(3)))),
-    "no room": (MemoryError, "", request_batch_beyond_memory),
+    "a batch beyond the memory": (MemoryError, "", request_batch_beyond_memory),
     "a depth of a billion": (MemoryError, "", lambda: request_first_batch(Numbers(10), depth=10**9)),
     "a batch of 2**63 rows": (MemoryError, "", lambda: request_first_batch(Numbers(10), batch_size=1 << 63)),
     "a batch of 2**63 rows for ranks": (
@@ -209,7 +209,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("case", CALLS)
-def test_loader_raises_the_documented_error(data_files, fork, case):
+def test_loader_error_names_the_argument(data_files, fork, case):
     error, name, call = CALLS[case]
     with raises(error, name):
         call()

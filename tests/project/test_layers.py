@@ -111,6 +111,37 @@ def test_imports_within_a_package_go_to_lower_layers(package):
             assert not higher, f"{path} imports {higher}"
 
 
+#: Modules of the package that a file imports by a string, which `list_imported_modules` does not see.
+IMPORTED_BY_STRING = {
+    ("__main__.py", "synkhronos."),  # an entry point: it imports the module of the subcommand alone
+    ("compat/import_hooks.py", "synkhronos.compat."),  # its finder gets the name of the module
+    ("rules/rule.py", "synkhronos.launcher.launched_run"),  # a higher layer: Theano-MPI's rules start a launcher
+}
+
+
+def list_strings_imported(tree):
+    """Return the strings, or the constant starts of f-strings, that a file passes to `importlib.import_module`."""
+    strings = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            argument = node.args[0]
+            if isinstance(argument, ast.JoinedStr):
+                argument = argument.values[0]
+            if isinstance(argument, ast.Constant):
+                strings.append(argument.value)
+    return strings
+
+
+def test_few_files_import_the_package_by_a_string():
+    found = {(str(path.relative_to(PACKAGE)), name) for path in FILES for name in list_strings_imported(parse(path))}
+    assert {(path, name) for path, name in found if name.startswith("synkhronos")} == IMPORTED_BY_STRING
+
+
+def test_list_strings_imported_lists_them():
+    source = "import_module('a.b')\nimportlib.import_module(f'a.{name}')\nimport_module(name)\nopen('a')"
+    assert list_strings_imported(ast.parse(source)) == ["a.b", "a."]
+
+
 def is_private(name):
     return name.startswith("_") and not name.endswith("__")
 

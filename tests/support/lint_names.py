@@ -148,7 +148,7 @@ def check_names(sources: Mapping[str, str]) -> Iterator[Finding]:
                 for vague in VAGUE.findall(ast.get_docstring(node) or ""):
                     yield Finding("vague docstring", path, getattr(node, "lineno", 1), vague)
                 first = (ast.get_docstring(node) or "").partition("\n")[0]
-                if CLAUSE.match(first):
+                if CLAUSE.match(first) or first.startswith("The same"):
                     yield Finding("clause for a noun", path, getattr(node, "lineno", 1), first)
                 for described in find_clauses_in_sections(ast.get_docstring(node) or ""):
                     yield Finding("clause for a noun", path, getattr(node, "lineno", 1), described)

@@ -94,7 +94,7 @@ class Stuck(MLP):
 
 
 class Other(MLP):
-    """The same model under another name."""
+    """`MLP` under another name."""
 
 
 class Speaks(MLP):

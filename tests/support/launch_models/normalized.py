@@ -8,7 +8,7 @@ sys.path.append(str(Path(__file__).resolve().parents[3] / "demos"))
 import numpy as np
 import theano
 import theano.tensor as T
-from small import Optioned
+from regression_models import RankIndependentRegression
 
 from lasagne_tools.batch_norm import BatchNormLayer
 from lasagne_tools.library import lasagne
@@ -16,7 +16,7 @@ from lasagne_tools.library import lasagne
 theano.config.floatX = "float64"  # of the layers' parameters
 
 
-class Normalized(Optioned):
+class Normalized(RankIndependentRegression):
     """Two dense layers with batch normalization between them."""
 
     rate = 0.01

@@ -78,7 +78,7 @@ def adagrad_with_momentum(p, lr, eps, momentum):
 
 
 def adagrad_with_nesterov(p, lr, eps, momentum):
-    """The same, and the velocity's next step taken at once."""
+    """`adagrad_with_momentum`, with the velocity's next step taken at once."""
     total, velocity = np.zeros_like(p), np.zeros_like(p)
     for _ in range(STEPS):
         g = compute_gradient(p)

@@ -1,4 +1,4 @@
-"""A model of the base class: PyTensor's, or Theano's, in a few lines."""
+"""Regressions as subclasses of `synkhronos.launcher.Model`, for PyTensor and Theano."""
 
 import numpy as np
 import theano
@@ -10,7 +10,7 @@ from synkhronos.training.train_function.training_graph import build_local_update
 from synkhronos.training.updates import adamw, sgd
 
 
-class Line(Model):
+class LinearRegression(Model):
     """Linear regression with one vector of weights."""
 
     batch_size, n_epochs, rate = 10, 8, 0.05
@@ -28,8 +28,8 @@ class Line(Model):
         return [x[:120], y[:120]], [x[120:], y[120:]]
 
 
-class Masked(Line):
-    """A mean over the numbers that a mask selects, none in some batches; learns nothing to speak of."""
+class MaskedRegression(LinearRegression):
+    """The loss is a mean over the numbers that a mask selects, none in some batches; the learning rate is almost 0."""
 
     batch_size, n_epochs, rate = 2, 2, 1e-12
 
@@ -46,8 +46,8 @@ class Masked(Line):
         return [x[:40], y[:40], mask[:40]], [x[40:], y[40:], mask[40:]]
 
 
-class Stepping(Masked):
-    """The same with plain gradient descent."""
+class SgdMaskedRegression(MaskedRegression):
+    """`MaskedRegression` with plain gradient descent."""
 
     rate = 0.1
 
@@ -55,8 +55,8 @@ class Stepping(Masked):
         return build_local_updates(sgd(loss, params, learning_rate=learning_rate, weight=self.weight))
 
 
-class Unweighted(Masked):
-    """The same without the weight."""
+class UnweightedMaskedRegression(MaskedRegression):
+    """`MaskedRegression` without a weight; its mask selects all numbers."""
 
     def build(self):
         super().build()
@@ -67,8 +67,8 @@ class Unweighted(Masked):
         return [x, y, np.ones_like(x)], valid[:2] + [np.ones_like(valid[0])]
 
 
-class Optioned(Line):
-    """Has rows for 1, 2 and 3 ranks with the same batches of all ranks, in another order; the session sets options."""
+class RankIndependentRegression(LinearRegression):
+    """Batches of all ranks together have the same rows on 1, 2 and 3 ranks; the session sets options."""
 
     n_epochs, rate = 3, 0.05
 
@@ -86,7 +86,7 @@ class Optioned(Line):
         self.averages = {average: 0.9 * average + 0.1 * x.mean(axis=0)}
 
 
-class Sharded(Optioned):
+class ShardedRegression(RankIndependentRegression):
     """Has a sharded optimizer, and prints the shapes of its variables."""
 
     shard_optimizer = True
@@ -95,15 +95,15 @@ class Sharded(Optioned):
         print("shapes", [variable.shared.get_value().shape for variable in self.sharded_variables.values()])
 
 
-class Decayed(Optioned):
+class AdamwRegression(RankIndependentRegression):
     """Has a rule with several variables, among them one that is not sharded."""
 
     def updates(self, loss, params, learning_rate):
         return adamw(loss, params, learning_rate=learning_rate)
 
 
-class Lasagnes(Optioned):
-    """Updates by a function of Lasagne's kind, and clips in the class."""
+class LasagneStyleRegression(RankIndependentRegression):
+    """Its updates are a dictionary, as those of Lasagne's functions; the class sets a clipping norm."""
 
     clip_norm, ema = 0.5, 0.9
 
@@ -111,7 +111,7 @@ class Lasagnes(Optioned):
         return {p: p - learning_rate * g for p, g in zip(params, loss, strict=True)}
 
 
-class Huge(Optioned):
+class OverflowingRegression(RankIndependentRegression):
     """Row 0 is so large that its scaled gradient overflows: on the rank that has it, in one step of each epoch."""
 
     n_epochs, rate, loss_scale, ema = 3, 0.05, "dynamic", 0.9
@@ -136,7 +136,7 @@ class Huge(Optioned):
         print(f"state {values}\n", end="")
 
 
-class OwnOptions(Optioned):
+class ConfiguredRegression(RankIndependentRegression):
     """Has options that the session's config names."""
 
     def __init__(self, config):
