@@ -19,6 +19,9 @@ _STOP_SECONDS = 1.0
 #: The session or the servers whose failure has last interrupted the main thread.
 _last_failed: weakref.ref[Any] | None = None
 
+#: Guards `_last_failed`, since threads of a sampler fail at the same time.
+_interrupt_lock = threading.Lock()
+
 
 class WorkerExitInterrupt(ranks.WorkerError, KeyboardInterrupt):
     """A worker exited during sampling.
@@ -36,9 +39,10 @@ def stop_sampler(error: ranks.WorkerError, failed: Any) -> NoReturn:
     global _last_failed
     warnings.warn(f"stopped early, with the results so far: {error}", RuntimeWarning, stacklevel=3)
     if is_foreign_thread():
-        if _last_failed is None or _last_failed() is not failed:
-            _last_failed = weakref.ref(failed)
-            _thread.interrupt_main()
+        with _interrupt_lock:
+            if _last_failed is None or _last_failed() is not failed:
+                _last_failed = weakref.ref(failed)
+                _thread.interrupt_main()
         # The main thread stops the sampler's threads.  Until then they wait here: without a density they would record
         # a wrong draw.
         time.sleep(_STOP_SECONDS)

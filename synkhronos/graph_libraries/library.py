@@ -132,10 +132,10 @@ class GraphLibrary(ABC):
         if not isinstance(value, self.input_class):
             return InputSpec(value, value.name, False, False, None, (), value)
         flags = bool(value.mutable), value.strict, value.allow_downcast
-        return InputSpec(value.variable, value.name, *flags, self._get_default_value(value), value)
+        return InputSpec(value.variable, value.name, *flags, self._get_default_tuple(value), value)
 
     @abstractmethod
-    def _get_default_value(self, library_input: Any) -> tuple[Any, ...]:
+    def _get_default_tuple(self, library_input: Any) -> tuple[Any, ...]:
         """Return a tuple with the default value of an ``In``; an empty tuple if there is none."""
 
     def get_output_variable(self, value: Any) -> Any:

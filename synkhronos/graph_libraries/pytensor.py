@@ -69,8 +69,8 @@ class PyTensor(GraphLibrary):
         """Return a Generator ahead in the stream."""
         return type(generator)(generator.bit_generator.jumped(n_jumps))
 
-    def _get_default_value(self, library_input: Any) -> tuple[Any, ...]:
-        """Return the default value of `synkhronos.compat`'s ``In``; PyTensor's own has none."""
+    def _get_default_tuple(self, library_input: Any) -> tuple[Any, ...]:
+        """Return a tuple with the default value of `synkhronos.compat`'s ``In``; PyTensor's own has none."""
         return tuple(getattr(library_input, "default", ()))
 
     def clone(self, outputs: Sequence[Any], replace: dict[Any, Any]) -> list[Any]:

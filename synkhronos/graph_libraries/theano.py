@@ -68,7 +68,7 @@ class Theano(GraphLibrary):
         source.state = cast(Any, generator.get_state(legacy=False))
         return np.random.RandomState(source.jumped(n_jumps))
 
-    def _get_default_value(self, library_input: Any) -> tuple[Any, ...]:
+    def _get_default_tuple(self, library_input: Any) -> tuple[Any, ...]:
         """Return a tuple with the default value of an ``In``; an empty tuple if there is none."""
         return (library_input.value,) if isinstance(library_input, In) and library_input.value is not None else ()
 

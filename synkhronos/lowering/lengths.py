@@ -236,7 +236,10 @@ class KnownVariables:
         return self.is_known_before_call(variable) or variable in self._known_in_trace
 
     def express_length(self, variable: Variable, axis: int) -> Any:
-        """Return the length of an axis: an int, or an expression in the graph's inputs."""
+        """Return the length of an axis, and classify the nodes of its expression.
+
+        The length is an int, or an expression in the graph's inputs.
+        """
         fixed = variable.type.shape[axis]
         if fixed is not None:
             return fixed

@@ -41,7 +41,7 @@ class CommandBarriers:
     # -- waiting ---------------------------------------------------------------------------------------------
 
     def arrive(self) -> bool:
-        """Arrive at the next barrier without waiting for the others; return whether they have all arrived before."""
+        """Arrive at the next barrier without waiting for the others; return True if all have arrived."""
         control = self._control
         if self.last_arrived & MAX_BARRIERS == MAX_BARRIERS:  # the next number is one of the next command
             raise RuntimeError(f"a command, or a program of synkhronos.run, can have at most {MAX_BARRIERS:,} barriers")

@@ -138,7 +138,7 @@ class CommandRunner(ABC):
 
     @property
     def nested_call_lock(self) -> contextlib.AbstractContextManager[Any]:
-        """`call_lock`, also for the thread that is preparing a call, but not for one in the middle of a command."""
+        """`call_lock`, but a thread that already holds it may take it again while no command runs."""
         if self._is_running and self._call_lock._is_owned():  # type: ignore[attr-defined]
             raise RuntimeError(_NESTED_CALL)
         return self._call_lock
@@ -315,7 +315,7 @@ class CommandRunner(ABC):
     def _has_pending_operation_between_commands(self) -> bool:
         """Whether an operation with the workers is pending although no command runs."""
         # While the ranks are being ended, their exits are expected.
-        return self.close_reason is None and not self._is_running and self.rank.pending_operations.has_unfinished()
+        return self.close_reason is None and not self._is_running and self.rank.pending_operations.would_lose_writes()
 
     @abstractmethod
     def _close_after_failure(self, failure: FailureCause) -> None:

@@ -23,17 +23,17 @@ class PendingOperation:
     def close(self) -> None:
         """Release everything that could wait for a peer: the ranks end, and memory is freed after this call."""
 
-    def is_unfinished(self) -> bool:
-        """Whether an operation in which the peers take part has not completed."""
+    def would_lose_writes(self) -> bool:
+        """Whether an end of the peers would leave variables undefined, or has left them so."""
         return False
 
 
 class PendingOperations(list[PendingOperation]):
     """The pending operations of one rank."""
 
-    def has_unfinished(self) -> bool:
-        """Whether an operation in which peers take part has not completed."""
-        return any(operation.is_unfinished() for operation in self)
+    def would_lose_writes(self) -> bool:
+        """Whether an end of the peers would leave variables undefined, or has left them so."""
+        return any(operation.would_lose_writes() for operation in self)
 
     def cancel(self, command_number: int) -> None:
         """Cancel everything that a failed command has started."""

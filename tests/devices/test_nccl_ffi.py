@@ -1,6 +1,7 @@
 """The C++ handlers by which XLA calls NCCL, on the CPU, with stand-ins for CUDA and NCCL."""
 
 import ctypes
+import importlib.util
 import os
 import re
 import shutil
@@ -13,7 +14,8 @@ from library import NAME
 from system import LIMIT, run_code
 
 from synkhronos.devices import choose_device
-from synkhronos.devices.cuda import launch_state
+from synkhronos.devices.cuda import launch_state, nccl
+from synkhronos.devices.jax import ffi_collectives
 
 pytestmark = [
     pytest.mark.skipif(NAME != "pytensor", reason="Theano's environment has no JAX"),
@@ -69,6 +71,23 @@ def test_nccl_handler_is_called_in_each_iteration():
 def test_only_one_handler_may_be_recorded():
     traits = [line.split()[1:] for line in run_program("read_traits()")]
     assert traits == [["None", "0"], ["None", "0"], ["None", "1"]]
+
+
+def test_dtype_tables_agree_with_the_handlers_and_xla():
+    source = Path(ffi_collectives.__file__).with_name("nccl_ffi.cc").read_text()
+    in_handlers = re.findall(r"case ffi::DataType::(\w+): return (\d+);", source)
+    assert {to_dtype_name(name): int(number) for name, number in in_handlers} == nccl.NCCL_DTYPES
+
+    (jaxlib,) = importlib.util.find_spec("jaxlib").submodule_search_locations
+    header = Path(jaxlib, "include/xla/ffi/api/c_api.h").read_text()
+    in_xla = {name: int(number) for name, number in re.findall(r"XLA_FFI_DataType_(\w+) = (\d+)", header)}
+    assert ffi_collectives._DTYPES == {in_xla[name]: to_dtype_name(name) for name, _ in in_handlers}
+
+
+def to_dtype_name(xla_name):
+    """Return NumPy's name of a dtype, such as "int8", from XLA's, such as "S8"."""
+    letters, bits = re.fullmatch(r"([A-Z]+)(\d+)", xla_name).groups()
+    return {"S": "int", "U": "uint", "F": "float", "BF": "bfloat"}[letters] + bits
 
 
 def test_several_processes_compile_once(tmp_path):

@@ -1,6 +1,7 @@
 """PyMC models on all ranks equal the model in one process."""
 
 import _thread
+import contextlib
 import copy
 import importlib.util
 import os
@@ -14,6 +15,7 @@ import threading
 import time
 import types
 import warnings
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -1156,6 +1158,33 @@ def test_evaluations_after_a_death_wait_until_the_sampler_stops(fork, monkeypatc
     _thread.start_new_thread(evaluate, ())  # no Thread object exists, as for Rust's threads
     assert all("SIGKILL" in str(errors.get(timeout=60)) for _ in range(3))
     assert waits == [sampler_threads._STOP_SECONDS] * 3
+    assert interrupts == [1]
+
+
+@pytest.mark.filterwarnings("ignore:stopped early")
+def test_threads_that_fail_at_once_interrupt_the_main_thread_once(monkeypatch):
+    interrupts, errors, both_decided = [], queue.SimpleQueue(), threading.Barrier(2)
+
+    def make_reference(failed):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both_decided.wait(timeout=0.5)
+        return weakref.ref(failed)
+
+    def fail():
+        try:
+            sampler_threads.stop_sampler(synk.WorkerError("rank 1 has exited", 1), failed)
+        except BaseException as error:
+            errors.put(error)
+
+    failed = queue.Queue()  # any object that can be referenced weakly
+    monkeypatch.setattr(sampler_threads, "_last_failed", None)
+    monkeypatch.setattr(sampler_threads, "_STOP_SECONDS", 0)
+    monkeypatch.setattr(sampler_threads, "weakref", types.SimpleNamespace(ref=make_reference))
+    monkeypatch.setattr(sampler_threads, "_thread", types.SimpleNamespace(interrupt_main=lambda: interrupts.append(1)))
+    for _ in range(2):
+        _thread.start_new_thread(fail, ())
+    for _ in range(2):
+        assert isinstance(errors.get(timeout=60), sampler_threads.WorkerExitInterrupt)
     assert interrupts == [1]
 
 

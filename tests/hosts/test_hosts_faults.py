@@ -246,7 +246,7 @@ def test_hosts_with_different_packages_are_refused(hosts, tmp_path, package, fil
         fault_time = time.monotonic()
         outcome = tree.fork(["a:1", f"{hosts.other}:1"])
         check_error(outcome, fault_time, "RuntimeError", words=[word.replace("HOST", hosts.other) for word in words])
-        tree.check_no_leaks(but="mpich_shm")  # MPICH leaves a segment if it is killed while it starts
+        tree.check_no_leaks(allowed_prefix="mpich_shm")  # MPICH leaves a segment if it is killed while it starts
         tree.restore(hosts.other, file)
         fork(hosts, tree)
         tree.run_order("close")
@@ -262,7 +262,7 @@ def test_wrong_hosts_are_named(hosts, named, words):
         named = [hosts.other if name == "OTHER" else name for name in named]
         fault_time = time.monotonic()
         check_error(tree.fork(named), fault_time, "RuntimeError", words=[", ".join(named), *words])
-        tree.check_no_leaks(but="mpich_shm")  # MPICH leaves a segment if it is killed while it starts
+        tree.check_no_leaks(allowed_prefix="mpich_shm")  # MPICH leaves a segment if it is killed while it starts
         fork(hosts, tree)
         tree.run_order("close")
 

@@ -80,8 +80,8 @@ X, Y = pt.dtensor3("x"), pt.dtensor3("y")
 VALUES = list(np.random.default_rng(0).normal(size=(2, 2, 3, 4)))
 
 
-def center(x, axes, of=None, factor=0.25):
-    return x - factor * (x if of is None else of).sum(axis=axes, keepdims=True)
+def center(x, axes, summed=None, factor=0.25):
+    return x - factor * (x if summed is None else summed).sum(axis=axes, keepdims=True)
 
 
 def count_nested_sums(variable):
@@ -114,16 +114,14 @@ def test_sum_of_centered_terms_is_split(axes, form, factor, is_first):
 @pytest.mark.parametrize(
     "build_terms",
     [
-        lambda c: [c * center(X, (2,), of=Y), Y],  # not centered by its own sum
+        lambda c: [c * center(X, (2,), summed=Y), Y],  # not centered by its own sum
         lambda c: [c * center(X, (1,)), Y],  # along another axis
         lambda c: [c * X, Y],
         lambda c: [pt.exp(c * center(X, (2,))), Y],
         lambda c: [Y * c * center(X, (2,)), Y],  # the other factor varies along the axis
         lambda c: [c * center(X, (2,)), 2 * c * center(Y, (2,))],  # no other term
-        lambda c: [
-            c * center(X, (2,)),
-            X[:, :, 0].dimshuffle(0, 1, "x"),
-        ],  # the other term is one number for all that are summed
+        # The other term is one number for all that are summed.
+        lambda c: [c * center(X, (2,)), X[:, :, 0].dimshuffle(0, 1, "x")],
     ],
 )
 def test_other_sums_are_left_alone(build_terms):

@@ -252,14 +252,14 @@ def test_exit_statuses_have_descriptions(code, words):
 
 
 @dataclass(frozen=True)
-class Commit(Command):
+class ApplyOrFail(Command):
     """Apply an effect on some ranks, and fail on another."""
 
-    fails: int
+    failing_rank: int
     effect: str = "The sums were written"
 
     def run(self, rank):
-        if rank.number == self.fails:
+        if rank.number == self.failing_rank:
             raise ValueError("no")
         rank.record_applied()
         rank.barrier()
@@ -269,9 +269,9 @@ def test_error_lists_ranks_with_the_applied_effect():
     session = ranks.start_session(3, 0, False)
     try:
         with pytest.raises(ranks.WorkerError, match=r"written on ranks \[0, 2\], and not on ranks \[1\]"):
-            session.run(Commit(1))
+            session.run(ApplyOrFail(1))
         with pytest.raises(ValueError, match="no") as caught:
-            session.run(Commit(0))
+            session.run(ApplyOrFail(0))
         assert any("written on ranks [1, 2], and not on ranks [0]" in note for note in caught.value.__notes__)
     finally:
         ranks.close_session()
@@ -401,7 +401,7 @@ def check_gathered_late(session):
     assert session.run(GatherLate()) == [[[(r, i) for r in range(3)] for i in range(10)]] * 3
 
 
-def test_barriers_of_a_command_are_none_of_the_next(three):
+def test_barrier_numbers_of_a_command_do_not_affect_the_next(three):
     for n_skipped in (1 << 24, MAX_BARRIERS - 21):
         three.run(ReachManyBarriers(n_skipped))
         check_gathered_late(three)

@@ -83,7 +83,7 @@ def test_checkpoints_hold_the_copies(n_ranks, tmp_path):
     def run(folder, epochs, resume=None):
         trainer, params = make(make_trainer, u.master_weights(u.momentum), learning_rate=1e-3)
         list(trainer.epochs(X, Y, 4, epochs, checkpoint=Checkpoint(folder), resume=resume))
-        return [value.get_value() for value in (*params, *trainer.optimizer)]
+        return [value.get_value() for value in (*params, *trainer.optimizer_state)]
 
     expected = run(tmp_path / "whole", 3)
     run(tmp_path / "parts", 1)

@@ -320,7 +320,7 @@ def test_on_death_leaves_out_all_workers_within_steps(name, monkeypatch):
     assert [report.rows_seen for report in reports] == [60, 120, 180]
     assert sum(len(report.deaths) for report in reports) == 5
     np.testing.assert_allclose(synk.function([], model.w.sum())(), np.sum(model.w.get_value()))
-    assert [velocity.get_value().shape for velocity in model.trainer.optimizer] == [(4,), (1,)]  # not sharded now
+    assert [velocity.get_value().shape for velocity in model.trainer.optimizer_state] == [(4,), (1,)]  # not sharded now
 
 
 @pytest.mark.parametrize(("name", "source"), [("BSP", "loader"), ("BSP", "parts"), ("EASGD", "parts")])

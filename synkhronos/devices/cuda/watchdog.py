@@ -154,7 +154,7 @@ class CollectiveWatchdog(PendingOperation):
         (result,) = self._staging.driver.cuStreamQuery(self._stream)
         return bool(result != self._staging.driver.CUresult.CUDA_ERROR_NOT_READY)
 
-    def is_unfinished(self) -> bool:
+    def would_lose_writes(self) -> bool:
         """Whether a collective that writes in place is pending, or was aborted by a peer's exit."""
         if self._pending_command_number and not self.has_lost_peer:
             self._staging.set_current_gpu()

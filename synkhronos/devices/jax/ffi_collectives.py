@@ -93,8 +93,9 @@ class FfiCollectives:
     ) -> None:
         assert nccl_caller == "python" or not aborts_on_error
         self._aborts_on_error, self.nccl_caller, self.op = aborts_on_error, nccl_caller, op
-        #: Shape of the array that the next launch reduces.
-        self._expected_shape: tuple[int, ...] = ()
+        #: Shape of the array that the launch in progress reduces.  The first launch of a program traces it, so
+        #: `use_communicator` sets the shape before `trace_finish` reads it.
+        self._launch_shape: tuple[int, ...] = ()
         #: Attribute of the program's calls.  It is a count and not an address, so that JAX's compilation cache finds
         #: the same program of another process.
         self._number = np.int64(next(self._numbers))
@@ -137,11 +138,14 @@ class FfiCollectives:
         reduces another number of items.  RuntimeError is raised if NCCL has failed, the connection was aborted, or the
         launch has made another number of collectives than ``n_collectives``.
         """
-        self._expected_shape = shape
         library, is_recordable = nccl_handlers.load_handlers(), self.nccl_caller == "graph"
-        with communicator.enable_native_calls(is_recordable) as state:
-            library.synkhronos_set_launch_state(state)
-            yield
+        self._launch_shape = shape
+        try:
+            with communicator.enable_native_calls(is_recordable) as state:
+                library.synkhronos_set_launch_state(state)
+                yield
+        finally:
+            self._launch_shape = ()
         if not is_recordable and state.n_finished != n_collectives:
             raise RuntimeError(f"the launch made {state.n_finished} collectives, expected {n_collectives}")
 
@@ -198,9 +202,9 @@ class FfiCollectives:
             target, attributes = _FINISH_TARGET, {"number": self._number}
         else:
             n_items = sum(math.prod(array.shape) for array in operands)
-            if n_items != math.prod(self._expected_shape):
+            if n_items != math.prod(self._launch_shape):
                 raise ValueError(
-                    f"collective: expected shape {self._expected_shape}, as before the launch, got {n_items} items"
+                    f"collective: expected shape {self._launch_shape}, as before the launch, got {n_items} items"
                 )
             # A CUDA graph can't wait for the side stream, on which chunks are reduced outside of the graph.
             is_recordable = self.nccl_caller == "graph" and not started

@@ -268,7 +268,7 @@ class Model:
             x=list(self.inputs),
             y=[],
             update_rule=self._update_by_gradients,
-            rule_kwargs={"learning_rate": self.shared_lr},
+            update_rule_kwargs={"learning_rate": self.shared_lr},
             options=self.step_options,
             extra_updates=[(shared, new, "mean") for shared, new in self.averages.items()],
             weight=self.weight,

@@ -85,7 +85,7 @@ def make_train_function_serial(
     clip_norm: float | None = None,
     ema: float | None = None,
     loss_scale: str | None = None,
-    **rule_kwargs: Any,
+    **update_rule_kwargs: Any,
 ) -> SerialTrainFunction:
     """Make a function that takes a training step in this process alone, without Synkhronos.
 
@@ -95,7 +95,7 @@ def make_train_function_serial(
     ----------
     loss, params, x, y, update_rule, extra_updates, weight, clip_norm, ema, loss_scale
         As for `make_train_function`.
-    **rule_kwargs
+    **update_rule_kwargs
         For the rule.
 
     Returns
@@ -117,5 +117,5 @@ def make_train_function_serial(
     [0.5 1. ]
     """
     options = StepOptions(clip_norm, ema=ema, loss_scale=loss_scale)
-    graph = TrainingGraph(loss, params, x, y, update_rule, rule_kwargs, options, None, extra_updates, weight)
+    graph = TrainingGraph(loss, params, x, y, update_rule, update_rule_kwargs, options, None, extra_updates, weight)
     return SerialTrainFunction(graph)

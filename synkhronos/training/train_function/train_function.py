@@ -381,7 +381,7 @@ class TrainFunction:
             session.begin_call()
             dispatcher, updates = get_dispatcher(self.gradient), [get_dispatcher(update) for update in self._updates]
             gradient = dispatcher.build_call(session, arrays, batch=batch, batch_s=batch_s, num_slices=num_slices)
-            has_rank_without_rows = self._has_rank_without_rows(session, gradient, batch)
+            has_rank_without_rows = self._check_rank_rows(session, gradient, batch)
             if has_rank_without_rows:
                 # A rank without rows does not write its vector, which would still hold an earlier step's values.
                 clear = get_dispatcher(self._clear)
@@ -427,8 +427,8 @@ class TrainFunction:
         weights = outputs[n_steps:] or [None] * n_steps
         return list(zip(outputs[:n_steps], weights, strict=True))
 
-    def _has_rank_without_rows(self, session: ranks.Session, gradient: Call, batch: BatchArgument) -> bool:
-        """Whether some rank, but not all, has no rows to compute; raise ValueError if no rank has any."""
+    def _check_rank_rows(self, session: ranks.Session, gradient: Call, batch: BatchArgument) -> bool:
+        """Return whether some rank has no rows to compute; raise ValueError if no rank has any."""
         n_ranks = session.size
         if gradient.n_rows is not None:
             if not gradient.n_rows:
@@ -436,9 +436,8 @@ class TrainFunction:
             return gradient.n_rows < n_ranks
         selections = gradient.batch_s or (slice(None),) * n_ranks
         lengths = [0] * n_ranks
-        if any(
-            isinstance(selection, slice) for selection in selections
-        ):  # only the ranks know the lengths of their data
+        # Only the ranks know the lengths of their data.
+        if any(isinstance(selection, slice) for selection in selections):
             layouts = session.run(GetLayouts(distribute_variables(session, self._graph.sliceable)))
             lengths = [min(shape[0] for shape, _ in shapes) for shapes in zip(*layouts, strict=True)]
         counts = [
@@ -465,7 +464,7 @@ def make_train_function(
     ema: float | None = None,
     loss_scale: str | None = None,
     shard_optimizer: bool = False,
-    **rule_kwargs: Any,
+    **update_rule_kwargs: Any,
 ) -> TrainFunction:
     """Make a function that takes a training step on all ranks.
 
@@ -495,9 +494,9 @@ def make_train_function(
         The default op is "mean" for floats, and None for random streams.  Another variable needs an op, unless its new
         value is equal on all ranks.  Parameters are updated after these.
     exchange : str, optional
-        With ``"bfloat16"``, GPUs send gradients in half the bytes, rounded to eight bits of mantissa.  This applies
-        where a step is one launch: not on CPU cores, in slices, with ranks that have no rows, or with Theano.  The
-        update computes in the parameters' precision.
+        Dtype in which gradients are exchanged.  With ``"bfloat16"``, GPUs send them in half the bytes, rounded to eight
+        bits of mantissa.  This applies where a step is one launch: not on CPU cores, in slices, with ranks that have no
+        rows, or with Theano.  The update computes in the parameters' precision.
     weight : scalar variable, optional
         Number of items that the loss is a mean over, if they are not the rows of `x`: ``mask.sum()`` for the loss
         ``(mask * errors).sum() / mask.sum()``.  It must not depend on `params`.  Gradients and losses are averaged by
@@ -516,7 +515,7 @@ def make_train_function(
         Divide the optimizer's state among the ranks (ZeRO-1), so that each needs memory for one n-th of it.  State that
         the rule reads as whole arrays, such as the momentum of `muon`'s matrices, stays whole on every rank.  `lamb` is
         refused, since it reads all of its state as whole arrays.  See `TrainFunction.get_optimizer_state`.
-    **rule_kwargs
+    **update_rule_kwargs
         Options of the rule, such as ``learning_rate=0.1``.
 
     Returns
@@ -552,7 +551,7 @@ def make_train_function(
         raise ValueError(f"exchange: expected None or 'bfloat16', got {exchange!r}")
     options = StepOptions(clip_norm, num_slices, ema, loss_scale=loss_scale, shard_optimizer=shard_optimizer)
     graph = TrainingGraph(
-        loss, params, x, y, update_rule, rule_kwargs, options, sliceable_shareds, extra_updates, weight
+        loss, params, x, y, update_rule, update_rule_kwargs, options, sliceable_shareds, extra_updates, weight
     )
     graph.warn_of_varying_denominators()
     return TrainFunction(graph, exchange)

@@ -61,7 +61,7 @@ class TrainingGraph:
         x: Variables,
         y: Variables,
         update_rule: UpdateRule,
-        rule_kwargs: dict[str, Any],
+        update_rule_kwargs: dict[str, Any],
         options: StepOptions,
         sliceable_shareds: Sequence[SharedVariable] | None = None,
         extra_updates: UpdatesArgument | None = None,
@@ -77,7 +77,7 @@ class TrainingGraph:
         if options.clip_norm is not None:
             update_rule = chain(clip_by_global_norm(options.clip_norm), update_rule)
         self.loss, self.weight, self.options = loss, weight, options
-        self.update_rule, self.rule_kwargs = update_rule, rule_kwargs
+        self.update_rule, self.update_rule_kwargs = update_rule, update_rule_kwargs
         self.x, self.y = _parse_variables("x", x), _parse_variables("y", y)
         self.x_is_list, self.y_is_list = isinstance(x, list | tuple), isinstance(y, list | tuple)
         if not self.x:
@@ -87,7 +87,7 @@ class TrainingGraph:
             check_weight(weight, loss, params)
             if any(isinstance(node.op, RankMeanOp) for node in get_library(loss).sort_nodes([loss])):
                 raise ValueError("weight: expected None for a loss with means over ranks (rank_mean, sync=True)")
-        _check_rule_kwargs(update_rule, rule_kwargs)
+        _check_update_rule_kwargs(update_rule, update_rule_kwargs)
         self.rule_updates, self.ema = self._build_updates(params)
         self.params = list(params)
         self.optimizer_state = [s for s in self.rule_updates.param_updates if not any(s is p for p in self.params)]
@@ -100,7 +100,7 @@ class TrainingGraph:
         if self.options.loss_scale is not None:
             scale, loss_or_grads = compute_gradients_with_loss_scale(self.loss, params)
         weight = self.x[0].shape[0] if self.weight is None else self.weight
-        result = self.update_rule(loss_or_grads, params, weight=weight, **self.rule_kwargs)
+        result = self.update_rule(loss_or_grads, params, weight=weight, **self.update_rule_kwargs)
         updates = to_rule_updates(self.update_rule, result)
         if self.options.ema is not None:
             updates, averages = add_moving_averages(updates, list(params), self.options.ema)
@@ -155,12 +155,12 @@ class TrainingGraph:
         return arrays, [(None, selection) if self.sliceable else (selection, None) for selection in selections]
 
 
-def _check_rule_kwargs(update_rule: UpdateRule, rule_kwargs: Mapping[str, Any]) -> None:
+def _check_update_rule_kwargs(update_rule: UpdateRule, update_rule_kwargs: Mapping[str, Any]) -> None:
     """Raise TypeError for a keyword that the update rule does not have: the user may have meant another option."""
     parameters = inspect.signature(update_rule).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
-    for name in rule_kwargs:
+    for name in update_rule_kwargs:
         if name not in parameters:
             known = {*parameters, *(option.name for option in fields(StepOptions))} - {name}
             rule_name = get_rule_name(update_rule)
@@ -222,11 +222,11 @@ def replace_params(expressions: Sequence[Variable], params: Sequence[SharedVaria
     return list(library.clone(list(expressions), replacements))
 
 
-def describe_update_rule(update_rule: UpdateRule, rule_kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def describe_update_rule(update_rule: UpdateRule, update_rule_kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the name of an update rule and all of its options with their defaults, which checkpoints compare."""
     parameters = inspect.signature(update_rule).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty and p.name != "weight"}
-    return get_rule_name(update_rule), {**defaults, **rule_kwargs}
+    return get_rule_name(update_rule), {**defaults, **update_rule_kwargs}
 
 
 def _to_list(argument: str, value: object, variables: list[Variable], is_list: bool) -> list[Variable]:

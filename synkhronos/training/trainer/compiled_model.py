@@ -51,7 +51,7 @@ class CompiledModel:
             self.joint_step = TrainFunction(graph, rule.precision)
         else:
             self.local_step = _compile_local_step(graph)
-        update_rule, rule_options = describe_update_rule(graph.update_rule, graph.rule_kwargs)
+        update_rule, rule_options = describe_update_rule(graph.update_rule, graph.update_rule_kwargs)
         if graph.options.ema is not None:
             rule_options["ema"] = graph.options.ema
         is_joint = self.joint_step is not None
@@ -62,7 +62,7 @@ class CompiledModel:
         self.launch_shapes: set[Any] = set()
 
     @property
-    def optimizer(self) -> list[SharedVariable]:
+    def optimizer_state(self) -> list[SharedVariable]:
         """Variables of the update rule; those of a sharded optimizer change with the number of ranks."""
         return self.graph.optimizer_state if self.joint_step is None else self.joint_step.optimizer_state
 

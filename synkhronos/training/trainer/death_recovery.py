@@ -161,7 +161,7 @@ class RecoveryPolicy(DeathPolicy):
 
     def _copy_state(self) -> None:
         state, spec = self._state, self._state.spec
-        optimizer = state.get_sharded_optimizer()
+        optimizer = state.get_sharded_optimizer_state()
         if spec.is_joint and not self._ranks_have_own_state:
             self._values, self._sharded_optimizer, self.has_copy = spec.variables.read_values(), optimizer, True
             return  # equal on all ranks
@@ -231,7 +231,7 @@ class RecoveryPolicy(DeathPolicy):
         if spec.is_joint and not self._ranks_have_own_state:
             spec.variables.write_values(self._values)
             self._session.replace_workers(is_fork_unsafe(), ranks_to_remove)
-            state.set_sharded_optimizer(self._sharded_optimizer)
+            state.set_sharded_optimizer_state(self._sharded_optimizer)
             return
         size, by_rank = self._session.size - len(ranks_to_remove), _copies_by_trainer[spec.name]
         if not spec.is_joint and len(by_rank) != size:
@@ -247,7 +247,7 @@ class RecoveryPolicy(DeathPolicy):
             before = self._rule_memory[name]
             data[...] = before if before.shape == data.shape else 0  # as in `restore_state` for another number of ranks
         run(restore_copy, spec, self._has_trained, _copies_by_trainer[spec.name] if has_new_processes else None)
-        state.set_sharded_optimizer(self._sharded_optimizer)
+        state.set_sharded_optimizer_state(self._sharded_optimizer)
         if not spec.is_joint and self._has_trained:
             run(rank_state.set_params_to_consensus, spec.name, spec.rule)
 

@@ -62,9 +62,9 @@ class Trainer:
         self._loop: TrainerEpochLoop | None = None
 
     @property
-    def optimizer(self) -> list[SharedVariable]:
+    def optimizer_state(self) -> list[SharedVariable]:
         """Variables of the update rule, such as velocities."""
-        return self._model.optimizer
+        return self._model.optimizer_state
 
     @property
     def schedule(self) -> Schedule:
@@ -144,7 +144,8 @@ class Trainer:
             Effect of the death of a worker, such as by SIGKILL when memory runs out: "stop" raises WorkerError;
             "continue" replaces the workers and repeats the last step, see the notes.
         max_deaths : int
-            Maximal number of deaths for "continue".  A fourth death in the same step also ends the training.
+            Maximal number of deaths for "continue".  A fourth death since the last copy of the state also ends the
+            training: under BSP on gradients, a fourth in the same step.
 
         Yields
         ------
@@ -173,7 +174,9 @@ class Trainer:
         exactly once.  ``report.deaths`` describes the deaths.  :ref:`deaths` has the details: ranks that can't start
         again, JAX and CUDA, several hosts.
         """
-        loader = self._find_loader(x_data, y_data)
+        loader = self._check_loader(x_data, y_data)
+        if loader is not None:
+            set_row_dtypes(loader, [*self._model.graph.x, *self._model.graph.y])
         data, count = ([], len(loader)) if loader else self._make_data(x_data, y_data, "x_data, y_data")
         batch_size, epochs = check_at_least(batch_size, "batch_size", 1), check_at_least(epochs, "epochs", 1)
         seed = check_at_least(seed, "seed", 0)
@@ -280,8 +283,8 @@ class Trainer:
 
     # -- data ------------------------------------------------------------------------------------------------
 
-    def _find_loader(self, x_data: object, y_data: object) -> Loader | None:
-        """Return the loader that the data are from; None if they are arrays."""
+    def _check_loader(self, x_data: object, y_data: object) -> Loader | None:
+        """Return the data's loader, None if they are arrays; raise TypeError or ValueError if it can't be used."""
         if not isinstance(x_data, Loader):
             if isinstance(y_data, Loader):
                 raise TypeError("y_data: expected arrays, or None and one loader of all inputs as x_data, got a loader")
@@ -293,7 +296,6 @@ class Trainer:
             )
         if y_data is not None:
             raise TypeError(f"y_data: expected None, as the loader has all inputs, got {type(y_data).__name__}")
-        set_row_dtypes(x_data, [*self._model.graph.x, *self._model.graph.y])
         return x_data
 
     def _make_data(self, x_data: Any, y_data: Any, name: str) -> tuple[list[Data], int]:
@@ -330,7 +332,7 @@ def make_trainer(
     validate_ema: bool = False,
     loss_scale: str | None = None,
     shard_optimizer: bool = False,
-    **rule_kwargs: Any,
+    **update_rule_kwargs: Any,
 ) -> Trainer:
     """Make a trainer: epochs over data, on all ranks, by an exchange rule.
 
@@ -341,7 +343,7 @@ def make_trainer(
     loss, params, x, y, update_rule
         As for `synkhronos.training.make_train_function`.
     rule : Rule, optional
-        Exchange rule of `synkhronos.rules`.  Default: `BSP`.
+        Exchange rule of `synkhronos.rules`, not to be confused with `update_rule`.  Default: `BSP`.
     learning_rate : float or callable
         A number, or a schedule: see `synkhronos.training.schedules`.
     validate : dict of str to metric, or list of metrics, or metric, optional
@@ -357,7 +359,7 @@ def make_trainer(
         that trainers resume on any number of ranks.
     validate_ema : bool, optional
         Whether `validate` is computed with the averages of `ema` instead of the parameters.
-    **rule_kwargs
+    **update_rule_kwargs
         Options of the update rule, such as ``momentum=0.9``.
 
     Warns
@@ -391,8 +393,8 @@ def make_trainer(
     if isinstance(rule, EAMSGD):
         if update_rule is not nesterov_momentum:
             raise ValueError(f"update_rule: EAMSGD needs nesterov_momentum, got {update_rule!r}")
-        if rule_kwargs.setdefault("momentum", rule.momentum) != rule.momentum:
-            raise ValueError(f"momentum: EAMSGD has {rule.momentum}, got {rule_kwargs['momentum']!r}")
+        if update_rule_kwargs.setdefault("momentum", rule.momentum) != rule.momentum:
+            raise ValueError(f"momentum: EAMSGD has {rule.momentum}, got {update_rule_kwargs['momentum']!r}")
     options = StepOptions(clip_norm, num_slices, ema, validate_ema, loss_scale, shard_optimizer)
     if not (isinstance(rule, BSP) and rule.average == "gradient"):
         for name in options.non_defaults:
@@ -404,8 +406,8 @@ def make_trainer(
     # The rate has at least float32, since 1e-5 has few digits in float16.  Update rules cast it to their own dtype.
     dtype = np.result_type(dtype, np.float32)
     rate = library.shared(np.asarray(compute_rate(schedule, 0.0), dtype), name="learning_rate")
-    rule_kwargs = {"learning_rate": rate, **rule_kwargs}
-    graph = TrainingGraph(loss, params, x, y, update_rule, rule_kwargs, options, None, extra_updates, weight)
+    update_rule_kwargs = {"learning_rate": rate, **update_rule_kwargs}
+    graph = TrainingGraph(loss, params, x, y, update_rule, update_rule_kwargs, options, None, extra_updates, weight)
     graph.warn_of_varying_denominators()
     metrics = parse_metrics(validate, [*graph.x, *graph.y])
     return Trainer(CompiledModel(graph, rule, rate, schedule, metrics))

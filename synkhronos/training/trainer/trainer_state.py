@@ -91,13 +91,13 @@ class TrainerState:
     def _describe(self) -> dict[str, Any]:
         return describe_training("trainer", self.spec.rule, self.variables, self._update_rule)
 
-    def get_sharded_optimizer(self) -> np.ndarray | None:
+    def get_sharded_optimizer_state(self) -> np.ndarray | None:
         """Gather the variables of a sharded optimizer from all ranks into one vector; None if it is not sharded."""
         step = self._sharded_step
         return None if step is None else step.get_state_vector(self.variables.whole_optimizer)
 
-    def set_sharded_optimizer(self, vector: np.ndarray | None) -> None:
-        """Divide the vector from `get_sharded_optimizer` among the present ranks; do nothing if it is None."""
+    def set_sharded_optimizer_state(self, vector: np.ndarray | None) -> None:
+        """Divide the vector from `get_sharded_optimizer_state` among the present ranks; do nothing if it is None."""
         if self._sharded_step is not None and vector is not None:
             self._sharded_step.set_state_vector(self.variables.whole_optimizer, vector)
 
@@ -106,7 +106,7 @@ class TrainerState:
         position = self.position
         by_rank = run(rank_state.collect_state, self.spec)
         if self._sharded_step is not None:
-            by_rank[0]["optimizer"] = self.get_sharded_optimizer()
+            by_rank[0]["optimizer"] = self.get_sharded_optimizer_state()
         memory = {name: array.data for name, array in self.spec.memory.items()}
         arrays, layout = rank_state.pack_states(by_rank, memory, self.spec.is_joint)
         meta = {
@@ -160,7 +160,7 @@ class TrainerState:
             self.allocate_memory()  # sets the memory to zeros on every host
         run(rank_state.restore_state, self.spec, str(path), ranks.get_session().rank.number)
         if self._sharded_step is not None:
-            self.set_sharded_optimizer(read_checkpoint(path).arrays["0.optimizer"])
+            self.set_sharded_optimizer_state(read_checkpoint(path).arrays["0.optimizer"])
         if not self.spec.is_joint:
             run(rank_state.set_params_to_consensus, self.spec.name, self.spec.rule)
         schedules.set_state(schedule, meta["schedule"])

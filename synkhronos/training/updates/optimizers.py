@@ -40,7 +40,7 @@ _UPDATES_RETURNS_DOC = """RuleUpdates or OrderedDict
     As `updates`, with the velocities in `param_updates`."""
 
 
-@update_rule("learning_rate=0.25", 1.5)
+@update_rule(example="learning_rate=0.25", result=1.5)
 def sgd(p: SharedVariable, g: Variable, c: FormulaContext, learning_rate: Scalar) -> NewValues:
     r"""Gradient descent.
 
@@ -54,12 +54,14 @@ def sgd(p: SharedVariable, g: Variable, c: FormulaContext, learning_rate: Scalar
     return {p: p - c(learning_rate) * g}
 
 
-def _add_polyak_velocity(p: SharedVariable, target: Variable, v: SharedVariable, m: Variable) -> NewValues:
+def _compute_polyak_step(p: SharedVariable, target: Variable, v: SharedVariable, m: Variable) -> NewValues:
+    """Return the new values of a parameter and its velocity; ``target`` is the parameter after a step without it."""
     new = m * v + target
     return {p: new, v: new - p}
 
 
-def _add_nesterov_velocity(p: SharedVariable, target: Variable, v: SharedVariable, m: Variable) -> NewValues:
+def _compute_nesterov_step(p: SharedVariable, target: Variable, v: SharedVariable, m: Variable) -> NewValues:
+    """Return the new values of a parameter and its velocity, as `_compute_polyak_step` does, by Nesterov's formula."""
     new = m * v + target - p
     return {p: target + m * new, v: new}
 
@@ -81,7 +83,7 @@ def momentum(
     Polyak, B. T. (1964): Some methods of speeding up the convergence of iteration methods.
     USSR Computational Mathematics and Mathematical Physics 4(5), 1-17.
     """
-    return _add_polyak_velocity(p, p - c(learning_rate) * g, c.zeros("velocity"), c(momentum))
+    return _compute_polyak_step(p, p - c(learning_rate) * g, c.zeros("velocity"), c(momentum))
 
 
 @update_rule("learning_rate=0.25", 0.15)
@@ -106,20 +108,20 @@ def nesterov_momentum(
     .. [2] Sutskever, I., Martens, J., Dahl, G. and Hinton, G. (2013): On the importance of initialization and
        momentum in deep learning. ICML, 1139-1147.
     """
-    return _add_nesterov_velocity(p, p - c(learning_rate) * g, c.zeros("nesterov_velocity"), c(momentum))
+    return _compute_nesterov_step(p, p - c(learning_rate) * g, c.zeros("nesterov_velocity"), c(momentum))
 
 
 def _add_velocity(
     updates: Updates,
     params: Iterable[SharedVariable] | None,
     momentum: Scalar,
-    add_velocity: Callable[[Any, Any, Any, Any], NewValues],
+    compute_step: Callable[[Any, Any, Any, Any], NewValues],
     name: str = "velocity",
 ) -> Updates:
-    """Add velocities: ``add_velocity(p, target, v, m)`` returns new values of p and v from the new p in `updates`."""
+    """Add velocities: ``compute_step(p, target, v, m)`` returns new values of p and v from the new p in `updates`."""
     if isinstance(updates, tuple) and len(updates) == 3:
         grad_updates, param_updates, grad_shared = updates
-        changed = _add_velocity(param_updates, params, momentum, add_velocity, name)
+        changed = _add_velocity(param_updates, params, momentum, compute_step, name)
         return RuleUpdates(grad_updates, changed, grad_shared)
     if not isinstance(updates, Mapping):
         raise TypeError(
@@ -132,7 +134,7 @@ def _add_velocity(
     for p in params:
         if p not in changed:
             raise ValueError(f"params: expected variables that have an update, got {p!r}")
-        changed.update(add_velocity(p, changed[p], make_zero_state(p, name), as_scalar(momentum, p)))
+        changed.update(compute_step(p, changed[p], make_zero_state(p, name), as_scalar(momentum, p)))
     return changed
 
 
@@ -160,7 +162,7 @@ def apply_momentum(updates: Updates, params: Iterable[SharedVariable] | None = N
        v_t &= \mu v_{t-1} + \hat p_t - p_{t-1} \\
        p_t &= p_{t-1} + v_t
     """
-    return _add_velocity(updates, params, momentum, _add_polyak_velocity)
+    return _add_velocity(updates, params, momentum, _compute_polyak_step)
 
 
 @_document_velocity("[w], momentum=0.5", 0.75)
@@ -177,7 +179,7 @@ def apply_nesterov_momentum(
        v_t &= \mu v_{t-1} + \hat p_t - p_{t-1} \\
        p_t &= \hat p_t + \mu v_t
     """
-    return _add_velocity(updates, params, momentum, _add_nesterov_velocity, "nesterov_velocity")
+    return _add_velocity(updates, params, momentum, _compute_nesterov_step, "nesterov_velocity")
 
 
 @update_rule("learning_rate=0.25", 2.75)

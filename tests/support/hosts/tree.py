@@ -200,26 +200,26 @@ class SimulatedHosts:
                 continue
         return processes
 
-    def check_no_leaks(self, but: str = "-") -> None:
+    def check_no_leaks(self, allowed_prefix: str = "-") -> None:
         """Check that only the master runs, and MPI has left no names in /dev/shm.
 
-        Names that begin with ``but`` are allowed, and removed.
+        Names that begin with ``allowed_prefix`` are allowed, and removed.
         """
         deadline = time.monotonic() + LIMIT
-        while left := [*self._find_leaks(but)]:
+        while left := [*self._find_leaks(allowed_prefix)]:
             assert time.monotonic() < deadline, f"{left} are left\n{self.read_output()}"
             time.sleep(0.01)
         shared_memory = self._shared_memory(self.hosts[0]) if are_simulated() else Path("/dev/shm")
-        for path in shared_memory.glob(f"{but}*"):
+        for path in shared_memory.glob(f"{allowed_prefix}*"):
             path.unlink(missing_ok=True)
 
-    def _find_leaks(self, but: str) -> Iterator[object]:
+    def _find_leaks(self, allowed_prefix: str) -> Iterator[object]:
         for pid, (_, line) in self.list_processes().items():
             if pid not in (self.pid, *self.before):
                 yield pid, line
         shared_memory = self._shared_memory(self.hosts[0]) if are_simulated() else Path("/dev/shm")
         names = (path.name for path in shared_memory.iterdir())
-        yield from (name for name in names if re.match("mpich|ucx", name) and not name.startswith(but))
+        yield from (name for name in names if re.match("mpich|ucx", name) and not name.startswith(allowed_prefix))
 
     def _shared_memory(self, host: str) -> Path:
         return Path(f"/proc/{self._first[host]}/root/dev/shm")
