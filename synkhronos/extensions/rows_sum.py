@@ -51,7 +51,7 @@ from synkhronos.extensions.rows_sum_graph import (
     select_rank_nodes,
     sort_params,
 )
-from synkhronos.extensions.sampler_threads import is_foreign_thread, stop_sampler, warn_of_swallowed_errors
+from synkhronos.extensions.sampler_threads import is_foreign_thread, stop_sampler, warn_of_ignored_errors
 from synkhronos.function import Function, function, get_dispatcher
 from synkhronos.variable_types import Array, FunctionGraph, Node
 
@@ -274,13 +274,13 @@ class DistributedSum:
         self, params: Sequence[np.ndarray], directions: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
         """Return the product of the Hessian at a point with a direction, one array for each float parameter."""
-        with warn_of_swallowed_errors(), self._lock:
+        with warn_of_ignored_errors(), self._lock:
             self.scatter_rows()
             return self._call_ranks(self._product_function, [*params, *directions], directions)
 
     def evaluate(self, params: Sequence[np.ndarray], with_gradients: bool) -> list[np.ndarray]:
         """Return the value at a point and, optionally, the gradients; from the cache if it is the last point."""
-        with warn_of_swallowed_errors():
+        with warn_of_ignored_errors():
             if self.remote_evaluator is None or not is_foreign_thread():
                 return self._evaluate_in_this_process(params, with_gradients)
             try:

@@ -55,7 +55,7 @@ def is_foreign_thread() -> bool:
 
 
 @contextlib.contextmanager
-def warn_of_swallowed_errors() -> Iterator[None]:
+def warn_of_ignored_errors() -> Iterator[None]:
     """Warn of errors in foreign threads, which nutpie takes for points without a density."""
     try:
         yield

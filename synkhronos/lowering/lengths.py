@@ -235,7 +235,7 @@ class KnownVariables:
         """Whether the value is known while JAX traces the graph, such as a value that is known before a call."""
         return self.is_known_before_call(variable) or variable in self._known_in_trace
 
-    def express_length(self, variable: Variable, axis: int) -> Any:
+    def build_length(self, variable: Variable, axis: int) -> Any:
         """Return the length of an axis, and classify the nodes of its expression.
 
         The length is an int, or an expression in the graph's inputs.
@@ -321,7 +321,7 @@ def _find_varying_slices(node: Node, known_variables: KnownVariables) -> Iterato
         if isinstance(index, slice):
             bounds = index.start, index.stop, index.step
             if all(map(known_variables.is_known_before_call, bounds)) and any(map(known_variables.is_varying, bounds)):
-                length = known_variables.express_length(x, axis)
+                length = known_variables.build_length(x, axis)
                 if known_variables.is_known_before_call(length):
                     yield position, _SliceLength(*bounds, length)
         # A boolean mask indexes one axis for each of its own.
