@@ -96,15 +96,15 @@ def register_lowerings() -> None:
 
 
 def _widen_integers(lowering: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Elemwise's lowering: compute float64 functions of integers in it, where JAX would take float32 for int32."""
+    """Wrap Elemwise's lowering: compute float64 functions of integers in it, where JAX takes float32 up to int32."""
     import jax
     import jax.numpy as jnp
 
     def funcify(op: Elemwise, node: Node = None, **kwargs: Any) -> ArrayFunction:
         default: ArrayFunction = lowering(op, node=node, **kwargs)
         dtypes = [] if node is None else [v.type.dtype for v in node.inputs]
-        is_narrow = "int32" in dtypes or "uint32" in dtypes
-        if not is_narrow or node.outputs[0].type.dtype != "float64" or not all("int" in d for d in dtypes):
+        are_narrow = bool(dtypes) and all("int" in d and "64" not in d for d in dtypes)
+        if not are_narrow or node.outputs[0].type.dtype != "float64":
             return default
         dtype = jax.dtypes.canonicalize_dtype("float64")
         return lambda *inputs: default(*(jnp.asarray(x, dtype) for x in inputs))
