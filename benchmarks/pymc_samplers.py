@@ -33,7 +33,7 @@ from benchmarks._measure import (
 )
 from benchmarks.pymc_rows import make_logistic
 from synkhronos import get_n_gpu
-from synkhronos.devices.jax.program_reducer import ProgramReducer
+from synkhronos.devices.jax.xla_reducer import XlaReducer
 
 #: Depth of the tree, and leapfrog steps of a draw.
 _TREE_DEPTH = 5
@@ -55,12 +55,12 @@ def record_times() -> None:
         if event.startswith("/jax/core/compile"):
             _compiling_times.append(seconds)
 
-    def begin_sum(self: ProgramReducer) -> None:
+    def begin_sum(self: XlaReducer) -> None:
         _reduction_times.append(perf_counter())
         original(self)
 
-    original = ProgramReducer.begin_sum
-    ProgramReducer.begin_sum = begin_sum  # type: ignore[method-assign]
+    original = XlaReducer.begin_sum
+    XlaReducer.begin_sum = begin_sum  # type: ignore[method-assign]
     jax.monitoring.register_event_duration_secs_listener(record_duration)
 
 

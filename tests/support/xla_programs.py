@@ -9,7 +9,7 @@ from unittest import mock
 import numpy as np
 
 from synkhronos.devices import get_rank_device
-from synkhronos.devices.jax import program_reducer
+from synkhronos.devices.jax import xla_reducer
 from synkhronos.engines.xla.spmd_program import SpmdProgram, get_jax_settings
 from synkhronos.ranks import Command
 
@@ -106,7 +106,7 @@ class Multiply(Command):
             return program.run(compute, self.settings)[0]
 
     def _prepare_event(self, rank):
-        kind = program_reducer.GpuReducer if get_rank_device(rank).needs_gpu else program_reducer.SharedMemoryReducer
+        kind = xla_reducer.GpuReducer if get_rank_device(rank).needs_gpu else xla_reducer.SharedMemoryReducer
 
         def finish(reducer, spans, is_valid, stream, original=kind.finish):
             original(reducer, spans, is_valid, stream)

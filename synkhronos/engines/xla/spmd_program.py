@@ -17,12 +17,12 @@ import numpy as np
 
 from synkhronos.devices import JAX, NUMPY, get_rank_device
 from synkhronos.devices.jax.ffi_collectives import FfiCollectives
-from synkhronos.devices.jax.program_reducer import (
+from synkhronos.devices.jax.xla_reducer import (
     DIVERGED_MESSAGE,
     GpuReducer,
     InterruptDetector,
-    ProgramReducer,
     SharedMemoryReducer,
+    XlaReducer,
 )
 from synkhronos.lowering.jax_function import JaxFunction
 from synkhronos.patching import replace_attribute, set_environment
@@ -141,7 +141,7 @@ def map_sequentially(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _make_reducer(rank: Rank, detector: InterruptDetector) -> ProgramReducer:
+def _make_reducer(rank: Rank, detector: InterruptDetector) -> XlaReducer:
     """Return the reducer of a program, for the device with which the rank computes."""
     if get_rank_device(rank) is NUMPY:
         if rank.spans_hosts:

@@ -73,7 +73,7 @@ class InterruptDetector:
             raise KeyboardInterrupt
 
 
-class ProgramReducer(CollectiveLauncher):
+class XlaReducer(CollectiveLauncher):
     """Base class of the reducers of one program.  They start no chunks, and an error ends the launch.
 
     ``n_sums`` is the number of sums so far.
@@ -105,7 +105,7 @@ class ProgramReducer(CollectiveLauncher):
         self._rank.barriers.wait(lambda: all(self._ended), raise_if_diverged)
 
 
-class SharedMemoryReducer(ProgramReducer):
+class SharedMemoryReducer(XlaReducer):
     """Sums of arrays in host memory, in rank order, between ranks of one host."""
 
     def __init__(self, rank: Rank, detector: InterruptDetector):
@@ -124,7 +124,7 @@ class SharedMemoryReducer(ProgramReducer):
         ctypes.c_int32.from_address(valid_flag_address).value = 1
 
 
-class GpuReducer(ProgramReducer):
+class GpuReducer(XlaReducer):
     """Sums of arrays on GPUs by NCCL, in XLA's stream; the communicator is connected."""
 
     def __init__(self, rank: Rank, detector: InterruptDetector, communicator: XlaCommunicator):
