@@ -89,6 +89,11 @@ class Call(_CallFields, Command):
     __slots__ = ()
 
     @property
+    def is_sliced(self) -> bool:
+        """Whether each rank computes its rows in several slices."""
+        return self.num_slices > 1
+
+    @property
     def effect(self) -> str | None:
         """Effect of the command, for the error message of a rank that fails after it."""
         return "The function's updates were applied" if self.has_updates else None
@@ -191,7 +196,7 @@ class RankCall:
     def _check_rank_means(self) -> None:
         """Raise ValueError on all ranks for a call whose means over ranks are not defined."""
         call = self.call
-        if call.variant.returns_updates:
+        if call.is_sliced:
             self._rank.raise_common_error(
                 ValueError(
                     f"num_slices: expected 1, got {call.num_slices}: {self.computation.name} has means over all ranks' "
@@ -273,7 +278,7 @@ class RankCall:
             self._runner = self.computation.get_or_compile(call.variant._replace(returns_updates=True)).runner
             self.output_values = self._launch(self._shares, self._sliceable_rows)[: len(ops)]
             return
-        if not call.variant.returns_updates:
+        if not call.is_sliced:
             self.output_values = self._launch(self._shares, self._sliceable_rows)
             return
         lengths = [self.n_rows] if self._sliceable_rows is None else [self.n_rows, len(self._sliceable_rows)]

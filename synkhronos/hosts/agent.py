@@ -10,7 +10,7 @@ An agent polls its host's control memory and MPI in turns, and blocks on neither
     a worker has exited, or memory is lacking     ->           PEER_FAILURE, to the master's host
     a frame of a pipe is full, or free            <->          frames, to and from the neighbours
     a rank has sent to a rank of another host     ->           CHANNEL_UPDATE, to that host
-    a rank uses a lock of another host            <->          LOCK_REQUEST, LOCK_REPLY, LOCK_ROWS (`ProgramAgent`)
+    a rank uses a lock of another host            <->          LOCK_REQUEST, LOCK_REPLY, LOCK_BYTES (`ProgramAgent`)
     the master ends the ranks                     ->           END; answered by ENDED
 
 The agent of the master's host and every other agent send each other HEARTBEAT a few times a second.  A host from which
@@ -228,7 +228,7 @@ class Agent:
                 )
         length = words[ControlMemory.MESSAGE_NBYTES]
         message = bytes(self._control.mailbox[:length])
-        accesses, dropped, program_memory = pickle.loads(
+        accesses, dropped, program_layout = pickle.loads(
             self._control.mailbox[length : length + words[ControlMemory.PLAN_NBYTES]]
         )
         memory = self._page_table.memory
@@ -243,13 +243,13 @@ class Agent:
                     words[ControlMemory.BYTES_SENT] += content.size
                     messenger.send(host, MessageType.PAGES, key, chunk, content)
                     self.keep_alive(MAX_UNSENT_MESSAGES)
-            messenger.send(host, MessageType.COMMAND, self._last_command_number, message, program_memory)
+            messenger.send(host, MessageType.COMMAND, self._last_command_number, message, program_layout)
             if dropped:
                 messenger.send(host, MessageType.DROP_SEGMENTS, dropped)
         self._page_table.drop(dropped)
         for key in dropped:
             self._segments.pop(key, None)
-        self._program_agent.start_command(self._last_command_number, program_memory)
+        self._program_agent.start_command(self._last_command_number, program_layout)
 
     def keep_alive(self, max_unsent: int = 1 << 30) -> None:
         """Send heartbeats during long work; with ``max_unsent`` also wait until at most that many messages are unsent.
@@ -342,10 +342,10 @@ class Agent:
     # -- messages of other hosts ----------------------------------------------------------------------
 
     def _on_command(
-        self, source: int, command_number: int, message: bytes, program_memory: ProgramMemoryLayout | None
+        self, source: int, command_number: int, message: bytes, program_layout: ProgramMemoryLayout | None
     ) -> None:
         control, words = self._control, self._control.words
-        self._program_agent.start_command(command_number, program_memory)
+        self._program_agent.start_command(command_number, program_layout)
         control.mailbox[: len(message)] = message
         words[ControlMemory.MESSAGE_NBYTES] = len(message)
         words[ControlMemory.NEWEST_KEY] = self._last_segment_key

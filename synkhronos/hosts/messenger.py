@@ -24,7 +24,7 @@ class MessageType:
     """Types of messages; the docstring of `synkhronos.hosts.agent` describes them."""
 
     COMMAND, NEW_SEGMENT, PAGES, DROP_SEGMENTS, BARRIER, FAILED, DONE, PEER_FAILURE = range(8)
-    HEARTBEAT, END, ENDED, CHANNEL_UPDATE, LOCK_REQUEST, LOCK_REPLY, LOCK_ROWS = range(8, 15)
+    HEARTBEAT, END, ENDED, CHANNEL_UPDATE, LOCK_REQUEST, LOCK_REPLY, LOCK_BYTES = range(8, 15)
 
 
 class Messenger:

@@ -260,8 +260,8 @@ class MpiLink(Link):
                 _check_rows_are_local(access, local_rows, segments, describe_host(name, ranks))
                 if isinstance(access.rows, ArrayLocation):
                     accesses_by_host[-1].append(RowAccess(access.rows))
-        program_memory = command.program_memory
-        plan = pickle.dumps((accesses_by_host[1:], dropped, program_memory), pickle.HIGHEST_PROTOCOL)
+        program_layout = command.program_layout
+        plan = pickle.dumps((accesses_by_host[1:], dropped, program_layout), pickle.HIGHEST_PROTOCOL)
         if len(plan) > self.max_plan_nbytes:
             raise ValueError(
                 f"a call on several hosts names too many arrays: they take {len(plan):,} bytes, and there is room "
@@ -288,12 +288,12 @@ class MpiLink(Link):
             return None
         length = self._control.words[ControlMemory.FAILURE_NBYTES]
         if length:
-            message, rank, death = json.loads(bytes(self._link_memory.failure_message[:length]))
+            cause, rank, death = json.loads(bytes(self._link_memory.failure_message[:length]))
             if death is not None:
                 death = Death(*death)
                 if not death.pid:  # a host has failed
                     death = death._replace(lost_ranks=self.ranks_by_host[find_host(self.ranks_by_host, rank)])
-            return FailureCause(message, rank, death)
+            return FailureCause(cause, rank, death)
         assert self._channel is not None
         if self._mpirun.poll() is None and not is_peer_closed(self._channel):
             return None

@@ -11,8 +11,8 @@ requests and bytes, and do not compute::
     acquire       LOCK_REQUEST(ACQUIRE)           ->     queues; acquires the lock for the rank
                                                   <-     LOCK_REPLY: number of earlier acquisitions
     pull          LOCK_REQUEST(PULL, rows)        ->
-                  into memory                     <-     LOCK_ROWS, chunk by chunk, from memory; LOCK_REPLY
-    push          LOCK_ROWS, chunk by chunk       ->     into memory
+                  into memory                     <-     LOCK_BYTES, chunk by chunk, from memory; LOCK_REPLY
+    push          LOCK_BYTES, chunk by chunk       ->     into memory
                   LOCK_REQUEST(PUSH)             ->
                                                   <-     LOCK_REPLY: all bytes have arrived
     release       LOCK_REQUEST(RELEASE)           ->     releases it
@@ -83,20 +83,20 @@ class ProgramAgent:
             MessageType.CHANNEL_UPDATE: partial(self._schedule, self._update_channel),
             MessageType.LOCK_REQUEST: partial(self._schedule, self._process_request),
             MessageType.LOCK_REPLY: partial(self._schedule, self._deliver_reply),
-            MessageType.LOCK_ROWS: self._on_lock_rows,
+            MessageType.LOCK_BYTES: self._on_lock_bytes,
         }
 
-    def start_command(self, command_number: int, program_memory: ProgramMemoryLayout | None) -> None:
+    def start_command(self, command_number: int, program_layout: ProgramMemoryLayout | None) -> None:
         """Start serving a command, which may run a program, and discard the state of the previous one."""
         self._command_number, self._bridge = command_number, None
         self._queues.clear()
         self._transfers.clear()
         # A segment is missing if its memory could not be mapped.
-        if program_memory is not None and program_memory.segment_key in self._segments:
-            segment = self._segments[program_memory.segment_key]
+        if program_layout is not None and program_layout.segment_key in self._segments:
+            segment = self._segments[program_layout.segment_key]
             if self._messenger.host > 0:  # on the first host the master initializes them
-                program_memory.initialize_locks(segment)
-            self._bridge = ProgramBridge(program_memory, segment, self._control.local_ranks)
+                program_layout.initialize_locks(segment)
+            self._bridge = ProgramBridge(program_layout, segment, self._control.local_ranks)
 
     @property
     def has_unfinished_work(self) -> bool:
@@ -163,11 +163,11 @@ class ProgramAgent:
         self, bridge: ProgramBridge, rank: int, operation: int, lock: int, ranges: Sequence[ByteRange]
     ) -> None:
         """Send a request of this host's rank to the lock's host, preceded by the rows that it writes back."""
-        lock_host = find_host(self._ranks_by_host, bridge.memory.find_rank_on_lock_host(lock))
+        lock_host = find_host(self._ranks_by_host, bridge.layout.find_rank_on_lock_host(lock))
         command_number = self._command_number
         if operation == LockOperation.PUSH:
             self._transfers.append(
-                self._send_rows(lock_host, ranges, MessageType.LOCK_REQUEST, command_number, rank, operation, lock, ())
+                self._send_bytes(lock_host, ranges, MessageType.LOCK_REQUEST, command_number, rank, operation, lock, ())
             )
             return
         self._messenger.send(lock_host, MessageType.LOCK_REQUEST, command_number, rank, operation, lock, ranges)
@@ -190,7 +190,7 @@ class ProgramAgent:
             self._queues.setdefault(lock, deque()).append((source, rank))
             bridge.set_agent_waiting(lock, True)
         elif operation == LockOperation.PULL:
-            self._transfers.append(self._send_rows(source, ranges, MessageType.LOCK_REPLY, command_number, rank, 0))
+            self._transfers.append(self._send_bytes(source, ranges, MessageType.LOCK_REPLY, command_number, rank, 0))
         elif operation == LockOperation.PUSH:  # the bytes announced before it have arrived
             self._messenger.send(source, MessageType.LOCK_REPLY, command_number, rank, 0)
         else:
@@ -209,20 +209,20 @@ class ProgramAgent:
 
     # -- transfers -------------------------------------------------------------------------------------------------
 
-    def _send_rows(self, host: int, ranges: Sequence[ByteRange], *message: Any) -> Iterator[None]:
+    def _send_bytes(self, host: int, ranges: Sequence[ByteRange], *message: Any) -> Iterator[None]:
         """Send rows to another host, a chunk at each step of the generator, and then a message."""
         for key, start, nbytes in ranges:
             memory = memoryview(self._segments[key].buffer)
             for offset in range(start, start + nbytes, CHUNK_NBYTES):
                 chunk = memory[offset : min(offset + CHUNK_NBYTES, start + nbytes)]
-                self._messenger.send(host, MessageType.LOCK_ROWS, self._command_number, key, offset, len(chunk))
+                self._messenger.send(host, MessageType.LOCK_BYTES, self._command_number, key, offset, len(chunk))
                 self._messenger.send_bytes(host, chunk)
                 if self._messenger.host == 0:
                     self._control.words[ControlMemory.BYTES_SENT] += len(chunk)
                 yield
         self._messenger.send(host, *message)
 
-    def _on_lock_rows(self, source: int, command_number: int, key: int, offset: int, nbytes: int) -> None:
+    def _on_lock_bytes(self, source: int, command_number: int, key: int, offset: int, nbytes: int) -> None:
         """Receive a chunk of rows at its offset in memory."""
         buffer: Any = bytearray(nbytes)
         if command_number == self._command_number and key in self._segments:  # else the command has failed
@@ -238,10 +238,10 @@ class ProgramBridge:
     channels of ranks of other hosts.
     """
 
-    def __init__(self, memory: ProgramMemoryLayout, segment: Segment, local_ranks: range):
-        self.memory, self._segment, self._local_ranks = memory, segment, local_ranks
-        n = memory.n_ranks
-        self._words = words = memory.view_words(segment)
+    def __init__(self, layout: ProgramMemoryLayout, segment: Segment, local_ranks: range):
+        self.layout, self._segment, self._local_ranks = layout, segment, local_ranks
+        n = layout.n_ranks
+        self._words = words = layout.view_words(segment)
         self._sent, self._received = (
             np.frombuffer(array, np.uint64).reshape(n, n) for array in (words.sent, words.received)
         )
@@ -308,8 +308,8 @@ class ProgramBridge:
 
         Return None if the lock is not free.
         """
-        if self._words.owners[lock] != self.memory.agent_owner_number:
-            if not self.memory.get_semaphore(self._segment, lock).acquire(0):
+        if self._words.owners[lock] != self.layout.agent_owner_number:
+            if not self.layout.get_semaphore(self._segment, lock).acquire(0):
                 return None
         self._words.owners[lock] = rank + 1
         n_earlier_acquisitions = self._words.acquisitions[lock]
@@ -319,7 +319,7 @@ class ProgramBridge:
     def release(self, lock: int) -> None:
         """Release a lock of this host that a rank of another host held."""
         self._words.owners[lock] = 0
-        self.memory.get_semaphore(self._segment, lock).release()
+        self.layout.get_semaphore(self._segment, lock).release()
 
     def _view_ring(self, source: int, target: int) -> memoryview:
-        return self.memory.view_channel(self._segment, source, target)
+        return self.layout.view_channel(self._segment, source, target)

@@ -82,19 +82,19 @@ def run(program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         functions: list[Any] = []
         arrays: list[ArrayLocation] = []
         payload = _pickle_program(session, (program, args, kwargs), functions, arrays)
-        memory = ProgramMemoryLayout(0, session.size, session.size + _EXTRA_LOCKS)
-        segment = session.memory.create_segment(memory.nbytes)
-        memory = replace(memory, segment_key=segment.key)
+        layout = ProgramMemoryLayout(0, session.size, session.size + _EXTRA_LOCKS)
+        segment = session.memory.create_segment(layout.nbytes)
+        layout = replace(layout, segment_key=segment.key)
         try:
-            memory.initialize_locks(segment)
-            results: list[Any] = session.run(RunProgram(memory, payload, tuple(functions), tuple(arrays)))
+            layout.initialize_locks(segment)
+            results: list[Any] = session.run(RunProgram(layout, payload, tuple(functions), tuple(arrays)))
         finally:
-            session.memory.release("segment", memory.segment_key)
+            session.memory.release("segment", layout.segment_key)
         return results
 
 
 class _RunProgramFields(NamedTuple):
-    program_memory: ProgramMemoryLayout
+    program_layout: ProgramMemoryLayout
     payload: bytes
     functions: tuple[Any, ...]
     arrays: tuple[ArrayLocation, ...]
@@ -111,7 +111,7 @@ class RunProgram(_RunProgramFields, Command):
 
     def run(self, rank: Rank) -> list[Any]:
         """Run the program on this rank; return all ranks' results in the master, an empty list in workers."""
-        peers = ProgramPeers(rank, self.program_memory)
+        peers = ProgramPeers(rank, self.program_layout)
         self._compile_functions(rank)
         unpickler = _ProgramUnpickler(io.BytesIO(self.payload))
         unpickler.rank, unpickler.peers = rank, peers

@@ -50,12 +50,13 @@ def record_last_common_barrier(words: Any, command_number: int, barrier_number: 
 
     Two words are used in turn: all ranks have finished a command before the second one after it is posted.
     """
-    words[ControlMemory.COMMON_BARRIER + (command_number & 1)] = max(barrier_number, command_number << BARRIER_BITS)
+    index = ControlMemory.COMMON_BARRIER_EVEN + (command_number & 1)
+    words[index] = max(barrier_number, command_number << BARRIER_BITS)
 
 
 def read_last_common_barrier(words: Any, command_number: int) -> int | None:
     """Return the number of the last barrier that all ranks reached in a failed command; None until it is decided."""
-    barrier_number: int = words[ControlMemory.COMMON_BARRIER + (command_number & 1)]
+    barrier_number: int = words[ControlMemory.COMMON_BARRIER_EVEN + (command_number & 1)]
     return barrier_number if barrier_number >> BARRIER_BITS == command_number else None
 
 

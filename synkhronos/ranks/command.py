@@ -54,7 +54,7 @@ class Command(ABC):
         return None
 
     @property
-    def program_memory(self) -> ProgramMemoryLayout | None:
+    def program_layout(self) -> ProgramMemoryLayout | None:
         """Layout of the memory of the program that the command runs; None if it runs none."""
         return None
 

@@ -15,7 +15,7 @@ A command is posted by one word in shared memory, `ControlMemory.POSTED`, and fi
     no rank failed: return the master's result
     a rank failed:  cancel pending operations, raise the master's error, or a WorkerError made of the reports
 
-A waiting master checks regularly whether its workers live (`_close_if_failed_or_late`); a computing one is
+A waiting master checks regularly whether its workers live (`_raise_if_failed_or_late`); a computing one is
 interrupted by a signal (`PeerWatch`).  A death closes the session, and the call raises a WorkerError.
 
 If an interrupt ends the master's part, `_wait_for_completion` waits for a moment only, and the workers may still be
@@ -95,15 +95,15 @@ class CommandRunner(ABC):
         self.failure: FailureCause | None = None
         self._call_lock = threading.RLock()
         self._command_number, self._command_start_time = 0, 0.0
-        self._is_running = False
+        self._is_in_command = False
         #: Whether all ranks are known to have finished the last command.
-        self._is_idle = True
+        self._all_ranks_done = True
         self.registry = SingletonRegistry()
         self.rank = Rank(
             group.master_rank,
             group.master_rank,
             group.control,
-            self._close_if_failed_or_late,
+            self._raise_if_failed_or_late,
             ThreadLimit(len(group.control.local_ranks), sets_environment=False),
             group.has_peer_died,
         )
@@ -114,7 +114,7 @@ class CommandRunner(ABC):
         self._group, self._control = group, group.control
         self._mailbox = Mailbox(group.control, group.link, self.memory)
         self._watch = PeerWatch(
-            group.has_peer_died, self._has_pending_operation_between_commands, self._close_if_peer_or_host_failed
+            group.has_peer_died, self._has_pending_operation_between_commands, self._raise_if_peer_or_host_failed
         )
 
     @property
@@ -139,7 +139,7 @@ class CommandRunner(ABC):
     @property
     def nested_call_lock(self) -> contextlib.AbstractContextManager[Any]:
         """`call_lock`, but a thread that already holds it may take it again while no command runs."""
-        if self._is_running and self._call_lock._is_owned():  # type: ignore[attr-defined]
+        if self._is_in_command and self._call_lock._is_owned():  # type: ignore[attr-defined]
             raise RuntimeError(_NESTED_CALL)
         return self._call_lock
 
@@ -149,16 +149,16 @@ class CommandRunner(ABC):
         It waits until all ranks have finished the last command, which an interrupt may have left running: they may
         still read memory that the call will write.
         """
-        self._is_running = False  # the caller holds the lock: an interrupt has left the mark
+        self._is_in_command = False  # the caller holds the lock: an interrupt has left the mark
         self._finish_last_command()
 
     def _finish_last_command(self) -> None:
         """Wait until all ranks have finished the last command, and release the memory of deleted objects."""
-        if self._is_running:
+        if self._is_in_command:
             raise RuntimeError(_NESTED_CALL)
         if self.close_reason is None:
             self.memory.release_unused()
-            if not self._is_idle:
+            if not self._all_ranks_done:
                 self._wait_for_completion()
         if self.close_reason is not None:  # a worker's death may have closed it just now
             raise RuntimeError(self.close_reason)
@@ -192,27 +192,29 @@ class CommandRunner(ABC):
         3. Wait until all ranks are done.  Only then are the workers' reports complete, and no rank starts an operation.
         4. Cancel the pending operations of a failed command, and raise.
 
-        If an interrupt ends the master's part, the wait of 3 is short.  Then `_is_idle` stays False, and the next call
-        completes it (`_finish_last_command`), as it does if an exception leaves this method before 2.
+        If an interrupt ends the master's part, the wait of 3 is short.  Then `_all_ranks_done` stays False, and the
+        next call completes it (`_finish_last_command`), as it does if an exception leaves this method before 2.
         """
         control, command_number = self._control, self._command_number + 1
         try:
-            self._is_running, self._is_idle, self._command_number = True, False, command_number
+            self._is_in_command, self._all_ranks_done, self._command_number = True, False, command_number
             result, master_error = self._post_and_run_own_part(command, command_number)
             control.done[self.rank.number] = command_number
             if self._watch.has_raised:
-                self._close_if_peer_or_host_failed()
+                self._raise_if_peer_or_host_failed()
             is_interrupt = master_error is not None and not isinstance(master_error, Exception)
             # A worker in compiled code may take long to finish; the next call waits for it, or `close` ends it.
             self._wait_for_completion(_INTERRUPTED_GRACE_SECONDS if is_interrupt else None)
             has_failed = control.words[ControlMemory.FAILED] == command_number
             reports = self._read_reports(command_number) if has_failed else []
+            if has_failed and self._group.link.find_failure() is not None:
+                self._raise_if_peer_or_host_failed()  # the reports may only be consequences of the host's failure
             self.rank.cancel_operations_of_failed_command()
         except PeerDied:  # raised just after the master's part had failed
-            self._close_if_peer_or_host_failed()
+            self._raise_if_peer_or_host_failed()
             raise
         finally:
-            self._is_running = False
+            self._is_in_command = False
         if master_error is None and not reports and self.close_reason is None:
             return result
         try:
@@ -247,18 +249,15 @@ class CommandRunner(ABC):
         return result, None
 
     def _read_reports(self, command_number: int) -> list[FailureReport]:
-        """Return the workers' reports of a failed command; close the session if a host has failed."""
+        """Return the workers' reports of a failed command."""
         control, link = self._control, self._group.link
-        reports = [
+        return [
             replace(pickle.loads(control.read_report(r)), host=link.get_host_name(r))
             for r in range(control.size)
             if r != self.rank.number
             and control.done[r] == command_number == control.words[ControlMemory.POSTED]
             and control.report_nbytes[r]
         ]
-        if link.find_failure() is not None:
-            self._close_if_peer_or_host_failed()  # reports may only follow from the host's failure, which is the cause
-        return reports
 
     def _make_command_error(
         self,
@@ -291,19 +290,19 @@ class CommandRunner(ABC):
         if done[me] < command_number:  # an interrupt ended the master's part before it was marked as done
             self.rank.barriers.fail_command()
             done[me] = command_number
-        self._is_idle = self._group.wait_until_done(self._close_if_failed_or_late, limit)
+        self._all_ranks_done = self._group.wait_until_done(self._raise_if_failed_or_late, limit)
 
     # -- deaths and time limits --------------------------------------------------------------------------------
 
-    def _close_if_failed_or_late(self) -> None:
+    def _raise_if_failed_or_late(self) -> None:
         """End the session and raise WorkerError if a worker has died, a host has failed, or a rank is late."""
         if self.timeout is not None and time.monotonic() - self._command_start_time > self.timeout:
             timeout_failure = self._group.find_timeout_failure(self._command_start_time, self.timeout)
             if timeout_failure is not None:
                 self._close_after_failure(timeout_failure)
-        self._close_if_peer_or_host_failed()
+        self._raise_if_peer_or_host_failed()
 
-    def _close_if_peer_or_host_failed(self) -> None:
+    def _raise_if_peer_or_host_failed(self) -> None:
         """End the session and raise WorkerError if a worker has died or another host has failed."""
         watch = self._watch
         command_thread, watch.command_thread = watch.command_thread, 0  # no PeerDied while this handles it
@@ -315,7 +314,9 @@ class CommandRunner(ABC):
     def _has_pending_operation_between_commands(self) -> bool:
         """Whether an operation with the workers is pending although no command runs."""
         # While the ranks are being ended, their exits are expected.
-        return self.close_reason is None and not self._is_running and self.rank.pending_operations.would_lose_writes()
+        return (
+            self.close_reason is None and not self._is_in_command and self.rank.pending_operations.would_lose_writes()
+        )
 
     @abstractmethod
     def _close_after_failure(self, failure: FailureCause) -> None:
@@ -327,7 +328,7 @@ class CommandRunner(ABC):
             return master_error
         error: Exception
         if self.failure is not None:  # noticed first in another thread, such as a device's watchdog
-            error = WorkerError(self.close_reason or "", self.failure.rank)
+            error = WorkerError(self.close_reason or "", self.failure.rank, cause=self.failure.cause)
         else:
             error = RuntimeError(f"while this call ran, {self.close_reason}")
         error.__cause__ = None if isinstance(master_error, Cancelled) else master_error

@@ -31,7 +31,7 @@ MAILBOX_NBYTES = 1 << 18
 SLOT_NBYTES = 1 << 16
 #: Index of a rank's slot for its failure report; barriers use slots 0 and 1 in turn.
 _REPORT_SLOT = 2
-#: Number of bytes of one half of a rank's scratch memory, through which collectives on the host stream.
+#: Number of bytes of one half of a rank's scratch memory, through which host-memory collectives stream arrays.
 SCRATCH_NBYTES = 1 << 20
 #: Seconds after which a sleeping rank checks whether its peers are alive.
 POLL_SECONDS = 0.05
@@ -69,6 +69,8 @@ class ControlMemory:
 
     Parameters
     ----------
+    size : int
+        Number of ranks of the session, on all hosts.
     spin_seconds : float
         Seconds for which to spin on a counter before sleeping.
     fd : int
@@ -77,6 +79,8 @@ class ControlMemory:
         Whether another process has initialized the memory.
     local_ranks : range, optional
         Ranks of this host; its agent (`synkhronos.hosts`) writes the counters of the others.  Default: all ranks.
+    link_nbytes : int
+        Number of bytes of `link_memory`.
 
     Attributes
     ----------
@@ -86,7 +90,7 @@ class ControlMemory:
         command and of the link's plan behind it in the mailbox.  `NEWEST_KEY` is the key of the newest segment that was
         sent.  `END_REQUEST` is `END_WORKERS` or `KILL_WORKERS` once agents have to do so, and 0 before.
         `FAILURE_NBYTES` is the length of an agent's failure message.  `BYTES_SENT` counts bytes sent to other hosts.
-        `COMMON_BARRIER` and the next word belong to `agreement`.
+        `COMMON_BARRIER_EVEN` and `COMMON_BARRIER_ODD`, for commands with even and odd numbers, belong to `agreement`.
     done, arrived, applied : memoryview of uint64
         For each rank: the last command that it has finished; the number of the last barrier that it has arrived at;
         the last command whose effect it has applied.
@@ -100,13 +104,14 @@ class ControlMemory:
         ended the number of all of them plus 1.
     scratch : memoryview
         Scratch memory of this host's ranks, two halves for each.
+    link_memory : memoryview
+        Memory that the session's link shares with this host's agent.
     decision_lock : Semaphore
         Held by the rank that decides a failed command: see `agreement`.
     """
 
-    POSTED, FAILED, MESSAGE_NBYTES, NEWEST_KEY, PLAN_NBYTES, END_REQUEST, FAILURE_NBYTES, BYTES_SENT, COMMON_BARRIER = (
-        range(9)
-    )
+    POSTED, FAILED, MESSAGE_NBYTES, NEWEST_KEY, PLAN_NBYTES = range(5)
+    END_REQUEST, FAILURE_NBYTES, BYTES_SENT, COMMON_BARRIER_EVEN, COMMON_BARRIER_ODD = range(5, _N_WORDS)
     END_WORKERS, KILL_WORKERS = 1, 2
 
     def __init__(
@@ -181,7 +186,10 @@ class ControlMemory:
         """Order this rank's earlier writes before its later reads.
 
         A writer writes a word and then reads the sleep reasons; a waiting rank writes its sleep reason and then reads
-        the word.  Without fences each could miss the other's write.  Acquiring a lock is atomic and orders memory.
+        the word.  Without fences each could miss the other's write, and `agreement` would read old counters.
+
+        Invariant: acquiring a lock orders writes before later reads.  On x86-64 it does, as it executes a locked
+        instruction.  On ARM an acquire need not.
         """
         with self._fence_lock:
             pass

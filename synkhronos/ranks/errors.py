@@ -67,21 +67,24 @@ class WorkerError(RuntimeError):
         One line for each rank that failed.
     reports : sequence of FailureReport
         Descriptions of the exceptions of these ranks; empty after a death.
+    cause : str
+        Clause that names the rank and its failure, such as "rank 1 (process 12) was killed by SIGKILL".
 
     Notes
     -----
     After an exception the ranks stay usable.  After a death they are closed: call `synkhronos.fork` again.
     """
 
-    def __init__(self, message: str, rank: int, reports: Sequence[FailureReport] = ()):
+    def __init__(self, message: str, rank: int, reports: Sequence[FailureReport] = (), cause: str | None = None):
         super().__init__(message)
         self.rank = rank
         self.reports = reports
+        self.cause = message.partition("\n")[0] if cause is None else cause
         self.worker_traceback = reports[0].traceback if reports else ""
         self.failures = {report.rank: report.summarize() for report in reports} or {rank: message}
 
     def __reduce__(self) -> Any:
-        return type(self), (str(self), self.rank, self.reports)
+        return type(self), (str(self), self.rank, self.reports, self.cause)
 
 
 def make_worker_error(reports: Sequence[FailureReport], effect: str) -> WorkerError:
@@ -125,12 +128,19 @@ class Death(NamedTuple):
 class FailureCause(NamedTuple):
     """Failure of a worker or of a host that ends the session, with the worker's rank or the host's first one.
 
-    ``death`` is None if no process has died, or if new workers would fail in the same way.
+    ``cause`` is a clause, such as "rank 1 (process 12) was killed by SIGKILL".  ``death`` is None if no process has
+    died, or if new workers would fail in the same way.
     """
 
-    message: str
+    cause: str
     rank: int
     death: Death | None = None
+
+    @property
+    def message(self) -> str:
+        """The sentence for an error."""
+        ended = "other workers" if self.death is not None and self.death.pid else "workers"
+        return f"{self.cause}; the {ended} were ended."
 
 
 class StartError(RuntimeError):

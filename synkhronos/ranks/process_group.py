@@ -79,9 +79,8 @@ class ProcessGroup:
         if exited is not None:
             rank, pid, code = exited
             death = Death(rank, self.link.get_host_name(rank), pid, describe_exit(code))
-            return FailureCause(f"{death.describe()}; the other workers were ended.", rank, death)
-        failure = self.link.find_failure()
-        return failure and failure._replace(message=f"{failure.message}; the workers were ended.")
+            return FailureCause(death.describe(), rank, death)
+        return self.link.find_failure()
 
     def find_timeout_failure(self, start_time: float, timeout: float) -> FailureCause | None:
         """Return the failure of a rank that has shown no progress for ``timeout`` seconds; None if there is none.
@@ -96,7 +95,7 @@ class ProcessGroup:
             return None  # a rank that waits for one that makes progress is not late
         name, rank = (f"rank {late[0]}", late[0]) if late else ("the ranks", master)
         limit = f"the {timeout:g} seconds that fork(timeout=...) allows"
-        return FailureCause(f"{name} did not finish within {limit}; the workers were ended.", rank)
+        return FailureCause(f"{name} did not finish within {limit}", rank)
 
     # -- the end -----------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from typing import Any
 from synkhronos.containers import WeakKeyDict
 from synkhronos.ranks.command import Command
 from synkhronos.ranks.command_runner import CommandRunner
-from synkhronos.ranks.errors import Cancelled, Death, FailureCause, StartError, WorkerError
+from synkhronos.ranks.errors import Cancelled, Death, FailureCause, StartError, WorkerError, describe_rank
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.link import Link
 from synkhronos.ranks.process_group import GRACE_SECONDS, ProcessGroup
@@ -125,7 +125,7 @@ class Session(CommandRunner):
                     operation.finish()
                 # Workers may still be busy with a command that an interrupt left.
                 self._wait_for_completion(GRACE_SECONDS)
-                kill = not self._is_idle
+                kill = not self._all_ranks_done
         except (WorkerError, Cancelled) as error:
             kill = True
             _log.debug("a worker cannot exit by itself: %s", error)
@@ -153,7 +153,7 @@ class Session(CommandRunner):
         self.has_kept_memory = self._n_keep_memory_contexts > 0 and failure.death is not None
         self.close(kill=True)
         self.close_reason, self.failure = message, failure
-        raise WorkerError(message, failure.rank)
+        raise WorkerError(message, failure.rank, cause=failure.cause)
 
     def _shut_down(self, kill: bool) -> None:
         """End the workers and free everything; a signal that arrives meanwhile shortens the workers' grace period."""
@@ -260,13 +260,13 @@ class Session(CommandRunner):
         for r in sorted(excluded_ranks, reverse=True):
             self._first_command = self._first_command and self._first_command.without_rank(r)
         self.rank.join_group(
-            master_rank, master_rank, group.control, self._close_if_failed_or_late, group.has_peer_died
+            master_rank, master_rank, group.control, self._raise_if_failed_or_late, group.has_peer_died
         )
         are_all_forks = not (spawn or link.needs_control_file)
         self.memory.connect_workers(group.channels, is_inherited=are_all_forks)
         self._set_group(group)
         self.has_forked_workers = are_all_forks
-        self._is_running, self._is_idle = False, True
+        self._is_in_command, self._all_ranks_done = False, True
         self.close_reason = self.failure = None
         self.has_kept_memory = False
         self._start_workers()
@@ -278,7 +278,7 @@ class Session(CommandRunner):
             death = Death.from_failed_start(self.rank.number, "", reason)
             if isinstance(error, StartError):
                 death = error.death
-            self.failure = FailureCause(self.close_reason or "", death.rank, death)
+            self.failure = FailureCause(f"{describe_rank(death.rank, death.host)} {death.cause}", death.rank, death)
         elif self.close_reason is None:  # else a new worker has died
             rank = error.rank if isinstance(error, WorkerError) else self._group.find_unstarted_rank()
             rank = self.rank.number if rank is None else rank
@@ -286,8 +286,9 @@ class Session(CommandRunner):
             death = Death.from_failed_start(rank, "", text.partition("\n")[0])
             self.has_kept_memory = self._n_keep_memory_contexts > 0
             self.close(kill=True)
-            self.close_reason = f"rank {rank} {death.cause}.  Call synkhronos.fork() to start again."
-            self.failure = FailureCause(self.close_reason, rank, death)
+            cause = f"rank {rank} {death.cause}"
+            self.close_reason = f"{cause}.  Call synkhronos.fork() to start again."
+            self.failure = FailureCause(cause, rank, death)
 
 
 def _call_all(callbacks: WeakKeyDict[Any, Callable[[Any], None]]) -> None:

@@ -449,6 +449,7 @@ def test_platoon_launcher_reports_failures_on_hosts(tmp_path, experiment, how, m
     err, _ = run_on_hosts(tmp_path, experiment, "-H", "a", "b", f"-w={how}", status=1)
     before, _, after = message.partition("{}")
     assert before in err and after in err, err
+    assert "were ended" not in err  # only the cause is reported, without the session's advice
 
 
 @pytest.mark.hosts

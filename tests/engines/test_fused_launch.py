@@ -216,7 +216,7 @@ def test_sharded_step_is_one_launch(fork, monkeypatch, chunk, calls, valid):
     functions += [synk.function([], updates=list(u.items())) for u in (shards.local_updates, shards.whole_updates)]
     synk.distribute()
     first, *others = map(get_runner, functions)
-    state_shards = [variable.shared for variable in shards.sharded_variables.values()]
+    state_shards = [variable.shard for variable in shards.sharded_variables.values()]
     spec = ExchangeSpec(
         shards.grad_shared.container.storage, n_ranks=2, shards=StepShards(shards.row, state_shards, False)
     )

@@ -46,7 +46,7 @@ class Memory:
 
     def __init__(self, local_ranks, size):
         self.local_ranks, self.size = local_ranks, size
-        self.words, self.arrived, self.done = [0] * (ControlMemory.COMMON_BARRIER + 2), [0] * size, [0] * size
+        self.words, self.arrived, self.done = [0] * (ControlMemory.COMMON_BARRIER_ODD + 1), [0] * size, [0] * size
 
     def fence(self):
         pass

@@ -2,6 +2,7 @@
 
 import linecache
 import os
+import pickle
 import signal
 import sys
 import time
@@ -160,14 +161,18 @@ class DetectDeathElsewhere(Command):
             os.kill(os.getpid(), signal.SIGKILL)
         with pytest.raises(ranks.WorkerError):
             while True:
-                ranks.get_session()._close_if_peer_or_host_failed()
+                ranks.get_session()._raise_if_peer_or_host_failed()
         raise Cancelled
 
 
 def test_death_reaped_elsewhere_is_named(two):
-    with pytest.raises(ranks.WorkerError, match="rank 1 .* was killed by SIGKILL") as caught:
+    with pytest.raises(
+        ranks.WorkerError, match="rank 1 .* was killed by SIGKILL.*; the other workers were ended"
+    ) as caught:
         two.run(DetectDeathElsewhere())
     assert caught.value.rank == 1
+    for error in (caught.value, pickle.loads(pickle.dumps(caught.value))):
+        assert str(error).startswith(f"{error.cause}; ") and "SIGKILL" in error.cause
 
 
 class FailOnMaster(Command):
@@ -281,8 +286,12 @@ def test_timeout_ends_a_hanging_worker():
     session = ranks.start_session(3, 0, False, timeout=1e6)
     assert session.timeout == 1e6
     session.timeout = 0.5  # on a busy machine, a fork may take longer
-    with time_limit(), pytest.raises(ranks.WorkerError, match=r"rank [12] did not finish within the 0.5 seconds"):
+    with (
+        time_limit(),
+        pytest.raises(ranks.WorkerError, match=r"rank [12] did not finish within the 0.5 seconds") as caught,
+    ):
         session.run(Sleep(60, "workers"))
+    assert str(caught.value).startswith(f"{caught.value.cause}; the workers were ended.")
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
 

@@ -58,7 +58,7 @@ def test_free_memory_collects_garbage_on_ranks(two_ranks_per_test):
 
 @pytest.mark.skipif(NAME == "theano" or DEVICE != "host", reason="Numba's compiler")
 @pytest.mark.slow
-def test_free_memory_after_a_call_that_compiled(tmp_path):
+def test_free_memory_unmaps_after_numba_compiled(tmp_path):
     program = """
         import gc, os
         import numpy as np

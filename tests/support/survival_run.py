@@ -42,10 +42,10 @@ from synkhronos.training.loops import death_limit
 from synkhronos.training.updates import adam
 
 #: Seconds without a report after which the stacks are printed.
-STUCK = 120
+STUCK_SECONDS = 120
 
 
-class Killer(threading.Thread):
+class RandomKiller(threading.Thread):
     """Kills a random worker every few seconds, once the training can survive it.
 
     Parameters
@@ -109,12 +109,12 @@ def train(options: argparse.Namespace, n_epochs: int, is_disturbed: bool):
     update = adam if options.shard else None
     model = Model(options.rule, rate=0.001, noise=options.noise, update=update, shard_optimizer=options.shard)
     names = [name.partition(":")[0] for name in hosts]
-    killer = Killer(model.trainer, options.every, options.seed, options.random, names, options.twice)
+    killer = RandomKiller(model.trainer, options.every, options.seed, options.random, names, options.twice)
     if is_disturbed:
         killer.start()
     start, reports = time.monotonic(), []
     for report in make_epochs(model, options.source, n_epochs, max_deaths=10**6):
-        faulthandler.dump_traceback_later(STUCK, exit=True)
+        faulthandler.dump_traceback_later(STUCK_SECONDS, exit=True)
         reports.append(report)
         for death in report.deaths:
             print(f"{time.monotonic() - start:6.1f} s", death, flush=True)

@@ -38,7 +38,7 @@ def close_ranks():
     synk.close()
 
 
-class Killer:
+class CommandKiller:
     """Kill a worker at some commands of a trainer.
 
     Parameters
@@ -103,10 +103,10 @@ def check_same(name, disturbed, undisturbed):
 def train_twice(monkeypatch, name, choose, tmp_path=None, **kwargs):
     """Train without deaths and count the commands, then with deaths at those that ``choose(count)`` returns."""
     folder = (lambda part: {}) if tmp_path is None else lambda part: {"checkpoint": Checkpoint(tmp_path / part)}
-    counter = Killer(monkeypatch)
+    counter = CommandKiller(monkeypatch)
     undisturbed = train(name, **folder("undisturbed"), **kwargs)
     monkeypatch.undo()
-    killer = Killer(monkeypatch, choose(counter.count))
+    killer = CommandKiller(monkeypatch, choose(counter.count))
     disturbed = train(name, **folder("disturbed"), **kwargs)
     monkeypatch.undo()
     check_same(name, disturbed, undisturbed)
@@ -143,7 +143,7 @@ def test_on_death_continue_works_with_a_loader(name, spawns, monkeypatch):
     """With new processes in place of forks, as in JAX mode and on several hosts, loader processes start anew, too."""
 
     def make(moments=None):
-        killer = Killer(monkeypatch, moments)
+        killer = CommandKiller(monkeypatch, moments)
         monkeypatch.setattr(death_recovery, "is_fork_unsafe", lambda: spawns)
         fork_ranks(RANKS)
         model, arrays = Model(name), [X, Y, np.arange(ROWS)]
@@ -172,7 +172,7 @@ def test_on_death_copies_equal_variables_from_the_master(kind, monkeypatch):
     options = {"ema": 0.5, "shard_optimizer": kind != "whole"}
 
     def make(moments=None):
-        killer = Killer(monkeypatch, moments)
+        killer = CommandKiller(monkeypatch, moments)
         if "fresh" in kind and moments:
             monkeypatch.setattr(death_recovery, "is_fork_unsafe", lambda: True)
         fork_ranks(RANKS)
@@ -203,7 +203,7 @@ def test_on_death_continues_random_streams_beside_a_sharded_optimizer(monkeypatc
 def test_on_death_before_the_first_copy_ends_training(monkeypatch):
     fork_ranks(RANKS)
     iterator = Model("EASGD").epochs(on_death="continue")
-    Killer(monkeypatch, {2: (1, False)}, waits=False)
+    CommandKiller(monkeypatch, {2: (1, False)}, waits=False)
     with pytest.raises(synk.WorkerError, match=r"SIGKILL.*Call synkhronos\.fork\(\) to start again"):
         next(iterator)
 
@@ -215,7 +215,7 @@ def test_on_death_keeps_changes_between_reports(monkeypatch):
     next(iterator)
     synk.broadcast(model.w, np.full(4, 7.0))
     synk.broadcast(model.trainer.learning_rate, np.zeros(()))
-    Killer(monkeypatch, {3: (1, True)}, waits=False)
+    CommandKiller(monkeypatch, {3: (1, True)}, waits=False)
     model.trainer.schedule = lambda epoch: 0.0
     report = next(iterator)
     assert report.deaths and report.learning_rate == 0
@@ -228,7 +228,7 @@ def test_on_death_error_between_reports_can_be_caught(monkeypatch):
     model = Model("BSP")
     iterator = model.epochs(epochs=3, on_death="continue")
     next(iterator)
-    Killer(monkeypatch, {0: (1, True)}, waits=False)
+    CommandKiller(monkeypatch, {0: (1, True)}, waits=False)
     with pytest.raises(synk.WorkerError):
         model.count_uses()
     (death,) = next(iterator).deaths
@@ -291,7 +291,7 @@ def test_on_death_leaves_out_a_broken_device(name, monkeypatch, tmp_path):
 def test_on_death_keeps_the_device_of_a_worker_that_is_killed_at_its_start(monkeypatch):
     fork_ranks(RANKS)
     model, attempts = Model("BSP"), []
-    Killer(monkeypatch, {20: (1, True)})
+    CommandKiller(monkeypatch, {20: (1, True)})
 
     def count_attempts(session, *args, replace=ranks.Session.replace_workers):
         attempts.append(1)
@@ -313,7 +313,7 @@ def test_on_death_keeps_the_device_of_a_worker_that_is_killed_at_its_start(monke
 def test_on_death_leaves_out_all_workers_within_steps(name, monkeypatch):
     fork_ranks(RANKS)
     model = Model(name, update=momentum, shard_optimizer=name == "BSP")
-    Killer(monkeypatch, {4: (1, True)})
+    CommandKiller(monkeypatch, {4: (1, True)})
     break_devices(monkeypatch, lambda number, size: True)
     reports = list(model.epochs(epochs=3, valid=(X, Y), on_death="continue"))
     assert ranks.get_session().size == 1 and reports[-1].rows_per_step == "1 x 5 = 5"
@@ -330,7 +330,7 @@ def test_on_death_leaves_out_a_device_and_uses_each_row_once(name, source, monke
     x, y = Loader([X, Y, row_numbers], processes=1), None
     if source == "parts":
         x, y = synk.data_parts(lambda start, stop: X[start:stop], ROWS), [Y, row_numbers]
-    Killer(monkeypatch, {10: (1, True)})
+    CommandKiller(monkeypatch, {10: (1, True)})
     break_devices(monkeypatch, lambda number, size: size == RANKS and number == 1)
     reports = list(model.trainer.epochs(x, y, 5, 4, on_death="continue"))
     assert ranks.get_session().size == 2 and [report.rows_seen for report in reports] == [60, 120, 180, 240]
@@ -431,7 +431,7 @@ def test_on_death_without_a_device_for_the_master_ends_training(monkeypatch):
 
 
 def test_on_death_is_recorded_and_each_step_once(monkeypatch, tmp_path):
-    killer = Killer(monkeypatch, {1: (1, True), 9: (2, False)})
+    killer = CommandKiller(monkeypatch, {1: (1, True), 9: (2, False)})
     train("LocalSGD", recorder=Recorder(tmp_path, every=1))
     records = recorder.read_records(tmp_path)
     assert killer.killed == sum(len(record.get("deaths", ())) for record in records["reports"]) == 2
@@ -467,7 +467,7 @@ def test_on_death_in_the_same_step_ends_training(monkeypatch):
 def test_max_deaths_limits_deaths(monkeypatch):
     fork_ranks(RANKS)
     model = Model("BSP")
-    Killer(monkeypatch, dict.fromkeys((40, 80, 120), (1, True)))
+    CommandKiller(monkeypatch, dict.fromkeys((40, 80, 120), (1, True)))
     with pytest.raises(synk.WorkerError, match="3 deaths exceed max_deaths=2"):
         list(model.epochs(epochs=10, on_death="continue", max_deaths=2))
 
@@ -475,7 +475,7 @@ def test_max_deaths_limits_deaths(monkeypatch):
 def test_on_death_stops_by_default(monkeypatch):
     fork_ranks(RANKS)
     model = Model("BSP")
-    Killer(monkeypatch, {6: (1, True)}, waits=False)
+    CommandKiller(monkeypatch, {6: (1, True)}, waits=False)
     with pytest.raises(synk.WorkerError, match="SIGKILL"):
         list(model.epochs())
     with pytest.raises(RuntimeError, match="SIGKILL"):
@@ -491,10 +491,10 @@ def test_on_death_continue_with_spawned_workers(name, noise, monkeypatch):
         return 0.05
 
     rate.__module__, rate.__qualname__ = "__main__", "rate"
-    counter = Killer(monkeypatch)
+    counter = CommandKiller(monkeypatch)
     undisturbed = train(name, noise)
     monkeypatch.undo()
-    killer = Killer(monkeypatch, {counter.count // 2: (1, True)})
+    killer = CommandKiller(monkeypatch, {counter.count // 2: (1, True)})
     monkeypatch.setattr(death_recovery, "is_fork_unsafe", lambda: True)
     monkeypatch.setattr(sys.modules["__main__"], "rate", rate, raising=False)
     disturbed = train(name, noise, rate)

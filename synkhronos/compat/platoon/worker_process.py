@@ -14,7 +14,7 @@ from dataclasses import replace
 from synkhronos.compat.platoon.channel import controller_connection
 from synkhronos.compat.platoon.channel.controller_process import run_file, start_controller
 from synkhronos.compat.platoon.channel.sockets import POLL_SECONDS
-from synkhronos.compat.platoon.channel.worker_group import Failure, WorkerSettings
+from synkhronos.compat.platoon.channel.worker_group import UNREPORTED_FAILURE_STATUS, Failure, WorkerSettings
 from synkhronos.compat.platoon.util import EndOfBatches
 from synkhronos.compat.theano_import import import_theano_before_fork
 from synkhronos.programs import RankContext, run
@@ -47,11 +47,10 @@ def main() -> None:
         sys.exit(1)
     except WorkerError as error:
         sys.stderr.write(f"{error}\n")
-        text, _, _ = str(error).splitlines()[0].partition("; the other workers")
         # A worker of another host has reported only to the controller of its host.
-        _, is_self_reported, message = text.partition(f" raised {ScriptError.__name__}: ")
-        message = message or text.replace(f"rank {error.rank}", f"worker {error.rank}", 1)
-        _report_failure(error.rank, message, bool(is_self_reported))
+        is_self_reported = bool(error.reports) and error.reports[0].class_name == ScriptError.__name__
+        message = error.cause.replace(f"rank {error.rank}", f"worker {error.rank}", 1)
+        _report_failure(error.rank, error.reports[0].message if is_self_reported else message, is_self_reported)
         sys.exit(1)
     except RuntimeError as error:  # other workers wait for a worker that has ended
         _report_failure(0, str(error))
@@ -88,7 +87,8 @@ def _watch_other_hosts() -> Iterator[None]:
 def _report_failure(rank: int, message: str, is_self_reported: bool = False) -> None:
     """Report a failure to the first controller."""
     if controller_connection.current_connection is not None:
-        controller_connection.current_connection.report_failure(Failure(rank, 2, message, is_self_reported))
+        failure = Failure(rank, UNREPORTED_FAILURE_STATUS, message, is_self_reported)
+        controller_connection.current_connection.report_failure(failure)
 
 
 def _to_visible_device(device: str) -> str:

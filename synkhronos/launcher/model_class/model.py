@@ -296,7 +296,7 @@ class Model:
         for variable in self.sharded_variables.values():
             variable.set_shard(self.rank, self.size)
         # A constant, since a shared variable would be in checkpoints, from which ranks with other numbers resume.
-        number = {shards.rank: library.tensor.constant(self.rank, dtype="int64")}
+        number = {shards.rank_number: library.tensor.constant(self.rank, dtype="int64")}
         new_values = library.clone(list(shards.local_updates.values()), number)
         updates = OrderedDict(zip(shards.local_updates, new_values, strict=True))
         self._gather_fn = library.function([], [], updates=list(shards.whole_updates.items()))

@@ -47,7 +47,7 @@ def group_variables(model: Any, exclude_normalization: bool = False) -> Variable
     grouped_ids = {id(shared) for shared in (*model.params, *results, *(model.vels if sharded_variables else ()))}
     for function in _iterate_functions(model):
         _group_function_variables(function, groups, grouped_ids)
-    wholes = {id(variable.shared): whole for whole, variable in sharded_variables.items()}
+    wholes = {id(variable.shard): whole for whole, variable in sharded_variables.items()}
     # A sharded and an unsharded optimizer resume from each other's checkpoints, and their functions' inputs differ.
     order = {id(shared): i for i, shared in enumerate(getattr(model, "rule_variables", ()))}
     groups.whole_optimizer.sort(key=lambda shared: order.get(id(wholes.get(id(shared), shared)), len(order)))

@@ -74,8 +74,7 @@ def _log_death(folder: str, error: BaseException, is_failed_start: bool) -> None
     if death is not None:
         DeathLog(folder).add(death)
     elif isinstance(error, WorkerError) and not error.reports:
-        text = str(error).partition(";")[0]
-        DeathLog(folder).add(Death(error.rank, "", 0, f"ended: {text}"))
+        DeathLog(folder).add(Death(error.rank, "", 0, f"ended: {error.cause}"))
     elif is_failed_start and isinstance(error, WorkerError):
         host, n_ranks = get_last_host(error.rank)
         death = Death.from_failed_start(error.rank, host, str(error).partition("\n")[0])

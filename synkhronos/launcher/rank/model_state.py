@@ -141,7 +141,7 @@ class ModelState:
         """Set the parameters to the rule's consensus, and the whole variables of a sharded optimizer."""
         rank_state.set_params_to_consensus(self.context, STORAGE_KEY, self.rule)
         for variable in self._sharded_variables:
-            shards = self.context.all_gather(np.asarray(variable.shared.get_value()))
+            shards = self.context.all_gather(np.asarray(variable.shard.get_value()))
             variable.whole.set_value(join_shards(shards, variable.shape))
 
     def restore_own_params(self) -> None:

@@ -29,7 +29,7 @@ class OptimizerState:
     ):
         self._shareds, self._sharded_variables, self.n_ranks = list(shareds), dict(sharded_variables), n_ranks
         self.variables = [
-            sharded_variables[shared].shared if shared in sharded_variables else shared for shared in shareds
+            sharded_variables[shared].shard if shared in sharded_variables else shared for shared in shareds
         ]
         self._session: ranks.Session | None = None
 
@@ -118,13 +118,13 @@ class OptimizerState:
     def _gather(self, variable: ShardedVariable) -> np.ndarray:
         """Return the whole value of a sharded variable."""
         self.ensure_scattered()
-        return join_shards(gather(variable.shared, nd_up=1), variable.shape)
+        return join_shards(gather(variable.shard, nd_up=1), variable.shape)
 
     def _scatter(self, variable: ShardedVariable, value: np.ndarray) -> None:
         assert self.n_ranks is not None
         flat = value.reshape(-1)
         shards = [flat[start:stop] for start, stop in get_shard_bounds(flat.size, self.n_ranks)]
-        scatter(variable.shared, np.concatenate(shards))
+        scatter(variable.shard, np.concatenate(shards))
 
 
 def join_shards(shards: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:

@@ -149,7 +149,7 @@ def fuse_calls(
     computation = gradient.computation
     if any(update.computation.engine is not computation.engine for update in updates):
         return None
-    if not gradient.has_rows or gradient.call.variant.returns_updates:
+    if not gradient.has_rows or gradient.call.is_sliced:
         return None
     if gradient.call.needs_compile and computation.compile_order == CompileOrder.AT_FIRST_CALL:
         return None  # the master makes this call first, alone: in a fused launch it would wait for the others

@@ -130,8 +130,8 @@ class TrainFunction:
         self.optimizer_state = self._optimizer.variables
         self._sharding: _Sharding | None = None
         if shards is not None:
-            state_shards = [variable.shared for variable in sharded_variables.values()]
-            self._sharding = _Sharding(shards.row, shards.rank, state_shards, shards.gathers_gradient)
+            state_shards = [variable.shard for variable in sharded_variables.values()]
+            self._sharding = _Sharding(shards.row, shards.rank_number, state_shards, shards.gathers_gradient)
 
     def get_state_vector(self, shareds: Sequence[SharedVariable]) -> np.ndarray:
         """Return whole values of variables of the rule: see `OptimizerState.get_vector`."""
@@ -391,7 +391,7 @@ class TrainFunction:
             command: StepCommand | ShardedStepCommand
             if sharding is None:
                 all_reduce = get_all_reduce_command(session, self.grad_shared, "avg", nccl=True)
-                can_fuse = not (has_rank_without_rows or gradient.variant.returns_updates)
+                can_fuse = not (has_rank_without_rows or gradient.is_sliced)
                 has_agreed_plan = can_fuse and can_skip_plan_check(session.rank, all_reduce)
                 command = StepCommand(
                     gradient,

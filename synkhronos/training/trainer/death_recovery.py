@@ -183,7 +183,8 @@ class RecoveryPolicy(DeathPolicy):
             assert death is not None
             peer = describe_rank(death.rank, death.host)
             if excess := self._death_limit.record_death(death.rank, death.is_failed_start):
-                raise WorkerError(f"{peer} {death.cause}; {excess}", death.rank) from error
+                cause = f"{peer} {death.cause}"
+                raise WorkerError(f"{cause}; {excess}", death.rank, cause=cause) from error
             deaths.append(death)
             ranks_to_remove, size = self._choose_ranks_to_remove(death, ranks_to_remove, error), session.size
             if death.lost_ranks and not ranks_to_remove:  # a host that could not be reached
@@ -220,7 +221,7 @@ class RecoveryPolicy(DeathPolicy):
         failure = f"on_death='continue': {peer} {death.cause}"
         ranks_to_remove = sorted({*ranks_to_remove, *(death.lost_ranks or (death.rank,))})
         if self._session.rank.master_rank in ranks_to_remove:
-            raise WorkerError(f"{failure}; the master can't be left out", death.rank) from error
+            raise WorkerError(f"{failure}; the master can't be left out", death.rank, cause=failure) from error
         _log.warning("%s %s; training continues without ranks %s", peer, death.cause, ranks_to_remove)
         self._death_limit.reset_deaths_since_copy()
         return ranks_to_remove

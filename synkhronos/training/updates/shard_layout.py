@@ -48,7 +48,7 @@ class ShardLayout:
         dtype, width = vector.type.dtype, self._columns[-1] + max(1, self.n_tail)
         self.matrix = self._library.shared(np.zeros((n_ranks, width), dtype), name="grad_shared")
         self.row = self._library.shared(np.zeros(width, dtype), name="grad_row")
-        self.rank = self._library.shared(np.asarray(0, "int64"), name="rank")
+        self.rank_number = self._library.shared(np.asarray(0, "int64"), name="rank")
 
     def get_columns(self, i: int) -> Any:
         """Return the elements of parameter ``i`` in this rank's row."""
@@ -82,7 +82,7 @@ class ShardLayout:
     def take_shard(self, i: int, variable: Variable) -> Any:
         """Return this rank's elements of an array with as many elements as parameter ``i``."""
         # A row is selected by an index instead of the bounds of a slice, so that XLA knows the shape.
-        return self._to_rows(i, variable.flatten())[self.rank]
+        return self._to_rows(i, variable.flatten())[self.rank_number]
 
     def _to_rows(self, i: int, flat: Variable) -> Any:
         """Return a matrix whose rows are the ranks' shards of a vector with the elements of parameter ``i``."""

@@ -44,7 +44,7 @@ class ShardedVariable(NamedTuple):
     """Variable of an update rule that is sharded: each rank has some of its elements."""
 
     #: Vector with this rank's elements.
-    shared: Any
+    shard: Any
     #: The variable of the unsharded optimizer, which functions do not update.
     whole: Any
     shape: tuple[int, ...]
@@ -52,10 +52,10 @@ class ShardedVariable(NamedTuple):
     initial_value: np.ndarray
 
     def set_shard(self, rank: int, n_ranks: int) -> None:
-        """Set `shared` to this rank's elements of the value of `whole`."""
+        """Set `shard` to this rank's elements of the value of `whole`."""
         flat = np.ravel(self.whole.get_value())
         start, stop = get_shard_bounds(flat.size, n_ranks)[rank]
-        self.shared.set_value(flat[start:stop])
+        self.shard.set_value(flat[start:stop])
 
 
 @dataclass(eq=False)
@@ -103,7 +103,7 @@ class ShardedUpdates:
 
     Attributes
     ----------
-    grad_shared, row, rank : shared variable
+    grad_shared, row, rank_number : shared variable
         Matrix with a row for each rank (see the module's docstring); this rank's row; this rank's number.
     grad_updates, local_updates, whole_updates : OrderedDict
         New values of shared variables: from the rank's rows of the batch, from the reduced row, and from the new
@@ -125,22 +125,24 @@ class ShardedUpdates:
         self._params, self._rule_name = list(params), rule_name
         self._vector = updates.grad_shared
         self._layout = ShardLayout(self._vector, params, n_ranks)
-        self.grad_shared, self.row, self.rank = self._layout.matrix, self._layout.row, self._layout.rank
-        self._sharded_variables: dict[Any, tuple[int, ShardedVariable]] = {}
+        self.grad_shared, self.row = self._layout.matrix, self._layout.row
+        self.rank_number = self._layout.rank_number
+        #: Index of the parameter, and sharded variable, of each whole variable that is sharded.
+        self._param_index_and_shards: dict[Any, tuple[int, ShardedVariable]] = {}
         self._shard_state(updates.param_updates)
         gradient = self._layout.stack_shards(updates.grad_updates[self._vector])
         self.grad_updates = OrderedDict({self.grad_shared: gradient})
         self.local_updates: OrderedDict[Any, Any] = OrderedDict()
         self.whole_updates: OrderedDict[Any, Any] = OrderedDict()
         self._rewrite_updates(updates.param_updates)
-        self.sharded_variables = {s: variable for s, (_, variable) in self._sharded_variables.items()}
+        self.sharded_variables = {s: variable for s, (_, variable) in self._param_index_and_shards.items()}
         read_variables = self._library.find_shareds(list(self.local_updates.values()))
         self.gathers_gradient = any(shared is self.grad_shared for shared in read_variables)
 
     # -- state -----------------------------------------------------------------------------------------------
 
     def _shard_state(self, updates: OrderedDict[Any, Any]) -> None:
-        """Shard the state variables that elementwise operations relate to a parameter, into `_sharded_variables`."""
+        """Shard the state variables that elementwise operations relate to a parameter."""
         states = [s for s in updates if not any(s is p for p in self._params) and np.dtype(s.type.dtype).kind == "f"]
         whole_ids = {id(leaf) for leaf, is_whole in _iterate_leaves(list(updates.values())) if is_whole}
         whole_states = []
@@ -149,13 +151,13 @@ class ShardedUpdates:
                 continue
             elementwise = _find_elementwise_leaves(updates[p])
             for s in states:
-                if get_shape(s) != self._layout.shapes[i] or s in self._sharded_variables:
+                if get_shape(s) != self._layout.shapes[i] or s in self._param_index_and_shards:
                     continue
                 if id(s) in whole_ids:
                     whole_states.append(s)
                 elif id(s) in elementwise or id(p) in _find_elementwise_leaves(updates[s]):
-                    self._sharded_variables[s] = i, self._make_sharded_variable(s, self._layout.lengths[i])
-        if whole_states and not self._sharded_variables:
+                    self._param_index_and_shards[s] = i, self._make_sharded_variable(s, self._layout.lengths[i])
+        if whole_states and not self._param_index_and_shards:
             raise ValueError(
                 f"shard_optimizer: {self._rule_name} reads the whole of {whole_states[0].name or 'its variables'}, "
                 "so that no part of its state can be divided among the ranks"
@@ -197,9 +199,9 @@ class ShardedUpdates:
                 continue
             value = self._get_value(values, new)
             with self._explain_errors(s):
-                if s in self._sharded_variables:
-                    i, variable = self._sharded_variables[s]
-                    self._set_update(self.local_updates, variable.shared, self._get_shard(i, value))
+                if s in self._param_index_and_shards:
+                    i, variable = self._param_index_and_shards[s]
+                    self._set_update(self.local_updates, variable.shard, self._get_shard(i, value))
                 else:
                     self._set_update(self.local_updates, s, value.whole)
 
@@ -222,10 +224,10 @@ class ShardedUpdates:
         for i, p in enumerate(self._params):
             if variable is p and self._layout.is_sharded[i]:
                 return _ShardedValue(variable, lambda: variable, self._layout.take_shard(i, p), i)
-        if variable in self._sharded_variables:
-            i, state = self._sharded_variables[variable]
+        if variable in self._param_index_and_shards:
+            i, state = self._param_index_and_shards[variable]
             error = _NotWholeError(f"the whole of {state.whole.name or 'a variable of the rule'}")
-            return _ShardedValue(variable, partial(_raise_error, error), state.shared, i)
+            return _ShardedValue(variable, partial(_raise_error, error), state.shard, i)
         if variable is self._vector:
             return self._make_vector_value()
         return _ShardedValue.from_whole(variable, variable, is_unchanged=True)
@@ -321,8 +323,8 @@ class ShardedUpdates:
         param_indexes = {value.param_index for value in arrays if value.param_index is not None}
         if len(param_indexes) == 1 and not any(value.pieces for value in arrays):
             (i,) = param_indexes
-            if self._have_param_shape(i, [value.variable for value in arrays]):
-                shards = [_as_number(value) if value in scalars_only else self._get_shard(i, value) for value in inputs]
+            if self._all_have_param_shape(i, [value.variable for value in arrays]):
+                shards = [_drop_axes(value) if value in scalars_only else self._get_shard(i, value) for value in inputs]
                 return _ShardedValue(out, make_whole, node.op(*shards), i)
             # An operand is broadcast along an axis, so the whole is computed, if possible, for this rank's elements.
             return _ShardedValue.from_whole(out, make_whole())
@@ -336,7 +338,7 @@ class ShardedUpdates:
             return _ShardedValue(out, make_whole, pieces=pieces)
         return _ShardedValue(out, make_whole)
 
-    def _have_param_shape(self, i: int, variables: list[Variable]) -> bool:
+    def _all_have_param_shape(self, i: int, variables: list[Variable]) -> bool:
         """Whether all variables have the shape of parameter ``i``, or are flat, according to their types."""
         ndim, shape = variables[0].ndim, self._layout.shapes[i]
         if ndim != len(shape):
@@ -350,7 +352,7 @@ class ShardedUpdates:
         """Make the value of an elementwise operation on a piece of a vector, and scalars."""
 
         def apply(operand: Variable) -> Any:
-            return node.op(*[operand if value is piece else _as_number(value) for value in inputs])
+            return node.op(*[operand if value is piece else _drop_axes(value) for value in inputs])
 
         if piece.param_index is None:
             new = apply(piece.whole)
@@ -404,7 +406,7 @@ def _keeps_axis_order(new_order: Sequence[Any]) -> bool:
     return axes == sorted(axes)
 
 
-def _as_number(value: _ShardedValue) -> Any:
+def _drop_axes(value: _ShardedValue) -> Any:
     """Return a value of one element as a variable without axes."""
     whole = value.whole
     return whole.dimshuffle() if whole.ndim else whole

@@ -552,9 +552,9 @@ class KillAndRun(ranks.Command):
     kills_agent: bool = False
 
     @property
-    def program_memory(self) -> Any:
-        """Memory of the program, for the agents."""
-        return self.command.program_memory
+    def program_layout(self) -> Any:
+        """Layout of the memory of the program, for the agents."""
+        return self.command.program_layout
 
     def run(self, rank: ranks.Rank) -> Any:
         """Run the command."""

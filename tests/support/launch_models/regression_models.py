@@ -92,7 +92,7 @@ class ShardedRegression(RankIndependentRegression):
     shard_optimizer = True
 
     def cleanup(self):
-        print("shapes", [variable.shared.get_value().shape for variable in self.sharded_variables.values()])
+        print("shapes", [variable.shard.get_value().shape for variable in self.sharded_variables.values()])
 
 
 class AdamwRegression(RankIndependentRegression):

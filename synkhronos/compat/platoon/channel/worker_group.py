@@ -31,6 +31,8 @@ from synkhronos.ranks.segments import create_unlinked_file
 
 #: Seconds that workers have to end by themselves after one has failed.
 GRACE_SECONDS = 10.0
+#: Exit status of an experiment if the failed worker has not reported one.
+UNREPORTED_FAILURE_STATUS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +211,8 @@ class WorkerGroup:
         if self._master is None or status == 0:
             return None
         log = self._settings.logs[0]
-        return Failure(0, 2, f"worker 0 (process {self._master.pid}) {describe_exit(status)}; see {log}.err", False)
+        message = f"worker 0 (process {self._master.pid}) {describe_exit(status)}; see {log}.err"
+        return Failure(0, UNREPORTED_FAILURE_STATUS, message, is_self_reported=False)
 
     def kill_workers(self) -> None:
         """Kill the workers that have not ended, and their children."""
