@@ -10,6 +10,7 @@ import numpy as np
 import pytensor
 import pytensor.tensor as pt
 from pytensor.compile import SharedVariable
+from pytensor.compile.mode import get_mode
 from pytensor.graph.basic import Constant
 from pytensor.graph.traversal import walk
 from pytensor.tensor import TensorType
@@ -222,7 +223,7 @@ class RowRestrictor:
         if variable.owner is None or not self._is_row_constant(variable):
             return variable
         if variable not in self._values:
-            values = pytensor.function([], variable, mode="FAST_COMPILE")()
+            values = _compile_data(variable)()
             leaves = [leaf.data for leaf in list_leaves([variable])]
             if isinstance(values, np.ndarray) and not any(np.may_share_memory(values, leaf) for leaf in leaves):
                 values.flags.writeable = False  # not an array of the user, so evaluations need not check it for changes
@@ -258,7 +259,7 @@ class RowRestrictor:
         shareds = list(filter(is_shared_array, leaves))
         if not shareds or _is_uninitialized(variable):
             return None
-        data = ComputedRows(shareds, pytensor.function([], variable, mode="FAST_COMPILE"))
+        data = ComputedRows(shareds, _compile_data(variable))
         return data if np.size(data.compute()) <= sum(np.size(get_values(shared)) for shared in shareds) else None
 
     def _has_data_rows(self, variable: Variable, axis: int) -> bool:
@@ -321,6 +322,14 @@ def _pick_rows(compute: Callable[[], Any], axis: int, selections: tuple[Any, ...
     for selection in selections:
         rows = rows[selection]
     return rows
+
+
+def _compile_data(variable: Variable) -> Any:
+    """Compile the function of a variable that is computed from data alone."""
+    # In Python, PyTensor evaluates operations of at most 31 inputs.  Rewrites make one addition of many.
+    is_wide = any(len(node.inputs) > 31 for node in get_library(variable).sort_nodes([variable]))
+    python_mode = get_mode("FAST_COMPILE").excluding("local_add_canonizer", "local_mul_canonizer")
+    return pytensor.function([], variable, mode=None if is_wide else python_mode)
 
 
 def _is_uninitialized(variable: Variable) -> bool:
