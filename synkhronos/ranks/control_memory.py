@@ -3,7 +3,8 @@
 The master creates the memory before it forks.  The memory is anonymous and contains the semaphores, so no name outlives
 a crash.
 
-Each counter has one writer and only grows, so readers need no lock.  A rank that waits for a counter spins for
+Each counter of a rank has one writer and only grows, so readers need no lock.  Several ranks may write `FAILED`, all of
+them the number of the command that is running.  A rank that waits for a counter spins for
 `SPIN_SECONDS`.  Then it publishes its sleep reason, and sleeps on its own semaphore.  After the write, the counter's
 writer releases the semaphores of the ranks that sleep for this reason.  A spurious wake-up does no harm, as the rank
 checks the counter again.  A sleeping rank also wakes every `POLL_SECONDS`, to check whether its peers are alive.

@@ -30,7 +30,7 @@ def set_state(schedule: Schedule, state: Mapping[str, Any]) -> None:
     base = _find_plateau(schedule)
     if base is not None and state.get("made") == base._identity:
         base.rate, base.n_reports_since_best = state["rate"], state["since"]
-        base.best = state.get("best", base.best)
+        base.best = state.get("best", math.inf)
 
 
 def reset_best(schedule: Schedule) -> None:

@@ -217,6 +217,9 @@ def test_schedules_can_be_combined():
     assert other(3) == schedule(3) == pytest.approx(0.1)
     reset_best(other)
     assert get_state(other) == {"made": ["plateau", 0.1], "rate": pytest.approx(0.025), "since": 0}
+    other.observe(0.5)
+    set_state(other, get_state(schedules.plateau(0.1, 0.5, 2)))  # of a checkpoint before the first value
+    assert get_state(other) == {"made": ["plateau", 0.1], "rate": 0.1, "since": 0}
     user_schedule = SimpleNamespace(best=-math.inf, observe=None)  # a metric for which more is better
     reset_best(SimpleNamespace(schedule=user_schedule))
     assert user_schedule.best == -math.inf
