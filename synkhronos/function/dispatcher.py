@@ -50,7 +50,7 @@ class Dispatcher:
         with session.call_lock:
             session.begin_call()
             call = self.build_call(session, inputs)._replace(fetches_outputs=True)
-            return self.take_results(session, call, session.run(call))
+            return self.finish_call(session, call, session.run(call))
 
     def build_call(
         self,
@@ -64,7 +64,7 @@ class Dispatcher:
     ) -> Call:
         """Check the arguments of a call, put the inputs into shared memory, and return the command.
 
-        The caller holds the session's `call_lock` until it has called `take_results`.
+        The caller holds the session's `call_lock` until it has called `finish_call`.
         """
         variant = self._choose_variant(batch_s, num_slices, output_subset)
         call_inputs, n_rows = self.input_writer.write_inputs(session, inputs, named_inputs, batch)
@@ -80,8 +80,11 @@ class Dispatcher:
         needs_compile = variant not in self._compiled_variants
         return Call(self.key, variant, needs_compile, call_inputs, n_rows, call_batch_s, num_slices, has_updates)
 
-    def take_results(self, session: Session, call: Call, command_result: Any) -> list[Any]:
-        """Record the call's variant as compiled; return the outputs, each with several values after a fused launch."""
+    def finish_call(self, session: Session, call: Call, command_result: Any) -> list[Any]:
+        """Record that all ranks have compiled the call's variant, and convert its outputs.
+
+        After a launch of several steps each output has several values.
+        """
         self._compiled_variants.add(call.variant)
         if not command_result:
             return []

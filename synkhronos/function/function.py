@@ -150,7 +150,7 @@ class Function:
             session.begin_call()
             dispatcher = self._dispatcher
             call = dispatcher.build_call(session, inputs, named_inputs, batch, batch_s, num_slices, output_subset)
-            outputs = dispatcher.take_results(session, call, session.run(call))
+            outputs = dispatcher.finish_call(session, call, session.run(call))
             return outputs[0] if self._is_single_output and outputs else outputs
 
     def as_theano(self, *args: Any, **kwargs: Any) -> Any:

@@ -430,7 +430,7 @@ class Agent:
     # -- failures and exit -------------------------------------------------------------------------------------------
 
     def _report_failure(self, message: str, rank: int, death: Death | None = None) -> None:
-        """Report the first failure to the master, by the fields of `FailureCause`.
+        """Report the first failure to the master, by the fields of `SessionFailure`.
 
         Later failures are not reported, since they may be its consequences.
         """

@@ -29,7 +29,7 @@ from synkhronos.ranks import ArrayLocation, Command, RowAccess
 from synkhronos.ranks.child_process import JOB_SIGNALS
 from synkhronos.ranks.command import find_nested_row_accesses
 from synkhronos.ranks.control_memory import MAILBOX_NBYTES, ControlMemory
-from synkhronos.ranks.errors import Death, FailureCause, StartError, describe_exit
+from synkhronos.ranks.errors import Death, SessionFailure, StartError, describe_exit
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.link import Link
 from synkhronos.ranks.memory_table import Release
@@ -279,7 +279,7 @@ class MpiLink(Link):
         """Return the name of a rank's host."""
         return self.host_names[find_host(self.ranks_by_host, rank)]
 
-    def find_failure(self) -> FailureCause | None:
+    def find_failure(self) -> SessionFailure | None:
         """Return the failure of a host, an agent, or a worker on another host; None if there is none.
 
         If ``mpirun`` has closed the connection, wait up to about a second for its message, which names the host.
@@ -293,7 +293,7 @@ class MpiLink(Link):
                 death = Death(*death)
                 if not death.pid:  # a host has failed
                     death = death._replace(lost_ranks=self.ranks_by_host[find_host(self.ranks_by_host, rank)])
-            return FailureCause(cause, rank, death)
+            return SessionFailure(cause, rank, death)
         assert self._channel is not None
         if self._mpirun.poll() is None and not is_peer_closed(self._channel):
             return None
@@ -303,11 +303,11 @@ class MpiLink(Link):
             reader.join(0.2)
         return self._describe_lost_connection(self._mpirun.poll())
 
-    def _describe_lost_connection(self, exit_status: int | None) -> FailureCause:
+    def _describe_lost_connection(self, exit_status: int | None) -> SessionFailure:
         """Return the failure that ended the connection, from the exit status and the last lines of ``mpirun``."""
         if exit_status is not None and exit_status < 0:
             text = f"mpirun, which connects the hosts, (process {self._mpirun.pid}) {describe_exit(exit_status)}"
-            return FailureCause(text, 0, Death(0, "", 0, f"ended: {text}"))
+            return SessionFailure(text, 0, Death(0, "", 0, f"ended: {text}"))
         lost_hosts = mpirun.find_lost_hosts(" ".join(list(self._last_output_lines)), self._aliases)
         names = [describe_host(self.host_names[i], self.ranks_by_host[i]) for i in lost_hosts]
         description = names[0] if len(names) == 1 else f"one of {', '.join(names)}"
@@ -316,7 +316,7 @@ class MpiLink(Link):
         death = Death(ranks.start, self.host_names[lost_hosts[0]], 0, cause, ranks)
         if len(names) > 1 or lost_hosts == [0]:  # the host is unknown, or is this host, which is alive
             death = Death(ranks.start, "", 0, f"ended: {text}")
-        return FailureCause(text, ranks.start, death)
+        return SessionFailure(text, ranks.start, death)
 
     def shut_down(
         self, kill: bool, grace_seconds: float, should_kill: Callable[[], bool], keeps_agents: bool = False

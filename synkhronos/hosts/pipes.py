@@ -38,7 +38,7 @@ class LinkMemory:
         n_local = len(control.local_ranks)
         memory = control.link_memory
         words = memory[FAILURE_NBYTES : FAILURE_NBYTES + _compute_words_nbytes(n_local)].cast("Q")
-        #: Fields of the `FailureCause` that the agent reports, as JSON.
+        #: Fields of the `SessionFailure` that the agent reports, as JSON.
         self.failure_message = memory[:FAILURE_NBYTES]
         #: One word: the number of hosts after this one in the chain.
         self.n_next_hosts = words[:1]

@@ -38,8 +38,8 @@ from synkhronos.ranks.command import Command
 from synkhronos.ranks.control_memory import ControlMemory
 from synkhronos.ranks.errors import (
     Cancelled,
-    FailureCause,
     FailureReport,
+    SessionFailure,
     WorkerError,
     describe_effect,
     make_worker_error,
@@ -85,14 +85,14 @@ class CommandRunner(ABC):
         State of packages of higher layers that only the master has; empty once new processes have replaced workers.
     close_reason : str or None
         Reason why the session has ended, as a message for the user; None while it runs.
-    failure : FailureCause or None
+    failure : SessionFailure or None
         The failure that closed the session, if one did.
     """
 
     def __init__(self, group: ProcessGroup, timeout: float | None):
         self.timeout = timeout
         self.close_reason: str | None = None
-        self.failure: FailureCause | None = None
+        self.failure: SessionFailure | None = None
         self._call_lock = threading.RLock()
         self._command_number, self._command_start_time = 0, 0.0
         self._is_in_command = False
@@ -319,7 +319,7 @@ class CommandRunner(ABC):
         )
 
     @abstractmethod
-    def _close_after_failure(self, failure: FailureCause) -> None:
+    def _close_after_failure(self, failure: SessionFailure) -> None:
         """Kill all workers, close the session and raise a WorkerError."""
 
     def _make_close_error(self, master_error: BaseException | None) -> BaseException:
@@ -328,7 +328,7 @@ class CommandRunner(ABC):
             return master_error
         error: Exception
         if self.failure is not None:  # noticed first in another thread, such as a device's watchdog
-            error = WorkerError(self.close_reason or "", self.failure.rank, cause=self.failure.cause)
+            error = WorkerError(self.close_reason or "", self.failure.rank, cause=self.failure.description)
         else:
             error = RuntimeError(f"while this call ran, {self.close_reason}")
         error.__cause__ = None if isinstance(master_error, Cancelled) else master_error

@@ -103,15 +103,15 @@ def make_worker_error(reports: Sequence[FailureReport], effect: str) -> WorkerEr
 class Death(NamedTuple):
     """Exit of a worker, its failure to start, or failure of a host, that ended a session.
 
-    ``rank`` is the worker's, or the first of a lost host.  ``pid`` is 0 unless a worker has exited.  ``cause`` is a
-    verb phrase, such as "was killed by SIGKILL".  ``lost_ranks`` are all ranks of lost hosts, which can't start again.
-    With ``is_failed_start`` the worker, or an agent of its host, could not start.
+    ``rank`` is the worker's, or the first of a lost host.  ``pid`` is 0 unless a worker has exited.
+    ``exit_description`` is a verb phrase, such as "was killed by SIGKILL".  ``lost_ranks`` are all ranks of lost hosts,
+    which can't start again.  With ``is_failed_start`` the worker, or an agent of its host, could not start.
     """
 
     rank: int
     host: str
     pid: int
-    cause: str
+    exit_description: str
     lost_ranks: Sequence[int] = ()
     is_failed_start: bool = False
 
@@ -122,17 +122,17 @@ class Death(NamedTuple):
 
     def describe(self) -> str:
         """Return a clause for messages, such as "rank 1 on host b (process 12) was killed by SIGKILL"."""
-        return f"{describe_rank(self.rank, self.host)} (process {self.pid}) {self.cause}"
+        return f"{describe_rank(self.rank, self.host)} (process {self.pid}) {self.exit_description}"
 
 
-class FailureCause(NamedTuple):
+class SessionFailure(NamedTuple):
     """Failure of a worker or of a host that ends the session, with the worker's rank or the host's first one.
 
-    ``cause`` is a clause, such as "rank 1 (process 12) was killed by SIGKILL".  ``death`` is None if no process has
-    died, or if new workers would fail in the same way.
+    ``description`` is a clause, such as "rank 1 (process 12) was killed by SIGKILL".  ``death`` is None if no process
+    has died, or if new workers would fail in the same way.
     """
 
-    cause: str
+    description: str
     rank: int
     death: Death | None = None
 
@@ -140,7 +140,7 @@ class FailureCause(NamedTuple):
     def message(self) -> str:
         """The sentence for an error."""
         ended = "other workers" if self.death is not None and self.death.pid else "workers"
-        return f"{self.cause}; the {ended} were ended."
+        return f"{self.description}; the {ended} were ended."
 
 
 class StartError(RuntimeError):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 
 from synkhronos.ranks.command import Command
 from synkhronos.ranks.control_memory import ControlMemory
-from synkhronos.ranks.errors import FailureCause
+from synkhronos.ranks.errors import SessionFailure
 from synkhronos.ranks.segments import ArrayLocation, SegmentTable
 
 
@@ -73,7 +73,7 @@ class Link:
         """Return the name of a rank's host; "" if there is only one."""
         return ""
 
-    def find_failure(self) -> FailureCause | None:
+    def find_failure(self) -> SessionFailure | None:
         """Return the failure of another host, or of a worker there; None if there is none."""
         return None
 

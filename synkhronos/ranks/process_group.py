@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from synkhronos.ranks.control_memory import AWAITS_COMPLETION, POLL_SECONDS, SPIN_SECONDS, ControlMemory
-from synkhronos.ranks.errors import Death, FailureCause, describe_exit
+from synkhronos.ranks.errors import Death, SessionFailure, describe_exit
 from synkhronos.ranks.link import Link
 from synkhronos.ranks.rank import Rank
 from synkhronos.ranks.thread_limit import count_available_cores
@@ -73,16 +73,16 @@ class ProcessGroup:
         """Whether a worker has exited, or another host has failed, as far as this host knows."""
         return self._workers.has_any_exited() or self.link.find_failure() is not None
 
-    def find_failure(self) -> FailureCause | None:
+    def find_failure(self) -> SessionFailure | None:
         """Return the exit of a worker, or the failure of another host; None if there is none."""
         exited = self._workers.reap()
         if exited is not None:
             rank, pid, code = exited
             death = Death(rank, self.link.get_host_name(rank), pid, describe_exit(code))
-            return FailureCause(death.describe(), rank, death)
+            return SessionFailure(death.describe(), rank, death)
         return self.link.find_failure()
 
-    def find_timeout_failure(self, start_time: float, timeout: float) -> FailureCause | None:
+    def find_timeout_failure(self, start_time: float, timeout: float) -> SessionFailure | None:
         """Return the failure of a rank that has shown no progress for ``timeout`` seconds; None if there is none.
 
         ``start_time`` is the start of the command, by the monotonic clock.
@@ -95,7 +95,7 @@ class ProcessGroup:
             return None  # a rank that waits for one that makes progress is not late
         name, rank = (f"rank {late[0]}", late[0]) if late else ("the ranks", master)
         limit = f"the {timeout:g} seconds that fork(timeout=...) allows"
-        return FailureCause(f"{name} did not finish within {limit}", rank)
+        return SessionFailure(f"{name} did not finish within {limit}", rank)
 
     # -- the end -----------------------------------------------------------------------------------------------
 

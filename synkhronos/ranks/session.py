@@ -24,7 +24,7 @@ from typing import Any
 from synkhronos.containers import WeakKeyDict
 from synkhronos.ranks.command import Command
 from synkhronos.ranks.command_runner import CommandRunner
-from synkhronos.ranks.errors import Cancelled, Death, FailureCause, StartError, WorkerError, describe_rank
+from synkhronos.ranks.errors import Cancelled, Death, SessionFailure, StartError, WorkerError, describe_rank
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.link import Link
 from synkhronos.ranks.process_group import GRACE_SECONDS, ProcessGroup
@@ -139,7 +139,7 @@ class Session(CommandRunner):
                 if has_lock:
                     self._call_lock.release()
 
-    def _close_after_failure(self, failure: FailureCause) -> None:
+    def _close_after_failure(self, failure: SessionFailure) -> None:
         """Kill all workers, close the session and raise a WorkerError."""
         if self.close_reason is not None:
             return  # the session is being closed: in another thread, or by a handler in this one
@@ -153,7 +153,7 @@ class Session(CommandRunner):
         self.has_kept_memory = self._n_keep_memory_contexts > 0 and failure.death is not None
         self.close(kill=True)
         self.close_reason, self.failure = message, failure
-        raise WorkerError(message, failure.rank, cause=failure.cause)
+        raise WorkerError(message, failure.rank, cause=failure.description)
 
     def _shut_down(self, kill: bool) -> None:
         """End the workers and free everything; a signal that arrives meanwhile shortens the workers' grace period."""
@@ -278,7 +278,9 @@ class Session(CommandRunner):
             death = Death.from_failed_start(self.rank.number, "", reason)
             if isinstance(error, StartError):
                 death = error.death
-            self.failure = FailureCause(f"{describe_rank(death.rank, death.host)} {death.cause}", death.rank, death)
+            self.failure = SessionFailure(
+                f"{describe_rank(death.rank, death.host)} {death.exit_description}", death.rank, death
+            )
         elif self.close_reason is None:  # else a new worker has died
             rank = error.rank if isinstance(error, WorkerError) else self._group.find_unstarted_rank()
             rank = self.rank.number if rank is None else rank
@@ -286,9 +288,9 @@ class Session(CommandRunner):
             death = Death.from_failed_start(rank, "", text.partition("\n")[0])
             self.has_kept_memory = self._n_keep_memory_contexts > 0
             self.close(kill=True)
-            cause = f"rank {rank} {death.cause}"
+            cause = f"rank {rank} {death.exit_description}"
             self.close_reason = f"{cause}.  Call synkhronos.fork() to start again."
-            self.failure = FailureCause(cause, rank, death)
+            self.failure = SessionFailure(cause, rank, death)
 
 
 def _call_all(callbacks: WeakKeyDict[Any, Callable[[Any], None]]) -> None:

@@ -64,12 +64,12 @@ def main(
         exit_with_parent(master_pid, from_main_thread)
         _detach_from_master(channel, master_pid)
 
-        def check_peers() -> None:
+        def exit_without_master() -> None:
             if os.getppid() != master_pid:
                 os._exit(1)
 
         thread_limit = ThreadLimit(len(control.local_ranks), sets_environment=True)
-        rank = Rank(rank_number, master_rank, control, check_peers, thread_limit)
+        rank = Rank(rank_number, master_rank, control, exit_without_master, thread_limit)
         if master is not None:
             rank.inherit_from(master)
         if profile:

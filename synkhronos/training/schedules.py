@@ -244,7 +244,7 @@ class plateau:  # noqa: N801
         return self.rate
 
     def observe(self, value: float) -> None:
-        """Count a value of validation; lower is better."""
+        """Compare a value of validation with the best one, and lower the rate after ``patience`` worse ones."""
         if value < self.best:
             self.best, self.n_reports_since_best = value, 0
             return

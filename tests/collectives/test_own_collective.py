@@ -25,13 +25,13 @@ class Rotate(Command):
     keys: tuple
 
     def run(self, rank):
-        copies = prepare_replicas(rank, self.keys)
-        for copy in copies:
-            copy.check_equal_shapes("rotate")
-        for copy in copies:
-            out = [np.empty(*layout) for layout in copy.layouts]
-            NUMPY.get_communicator(rank).all_gather(copy.get_contiguous(NUMPY), copy.layouts, out)
-            copy.set_value(copy.device.from_numpy(out[rank.number - 1]))
+        replicas = prepare_replicas(rank, self.keys)
+        for replica in replicas:
+            replica.check_equal_shapes("rotate")
+        for replica in replicas:
+            out = [np.empty(*layout) for layout in replica.layouts]
+            NUMPY.get_communicator(rank).all_gather(replica.get_contiguous(NUMPY), replica.layouts, out)
+            replica.set_value(replica.device.from_numpy(out[rank.number - 1]))
 
 
 def rotate(shared_vars):

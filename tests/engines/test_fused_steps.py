@@ -113,15 +113,15 @@ def test_training_step_of_one_rank_is_one_launch(fork, launches):
 
 
 def test_steps_that_cannot_be_fused_run_one_by_one(many_steps_a_launch, monkeypatch, two_ranks_per_test):
-    attempts = []  # for each attempted launch: its number of steps, and whether these were taken
-    run_launch = TrainFunction._run_launch
+    attempts = []  # for each command: its number of steps, and whether these were taken
+    run_step_command = TrainFunction._run_step_command
 
     def record_attempt(self, arrays, batch, batch_s, num_slices, n_steps=1):
-        losses = run_launch(self, arrays, batch, batch_s, num_slices, n_steps)
+        losses = run_step_command(self, arrays, batch, batch_s, num_slices, n_steps)
         attempts.append((n_steps, losses is not None))
         return losses
 
-    monkeypatch.setattr(TrainFunction, "_run_launch", record_attempt)
+    monkeypatch.setattr(TrainFunction, "_run_step_command", record_attempt)
 
     def make_model(make):
         x, y, w, k = T.dmatrix("x"), T.dvector("y"), shared(np.zeros(3), "w"), shared(np.int64(3), "k")

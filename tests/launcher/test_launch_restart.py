@@ -12,8 +12,9 @@ from launch_interrupts import LIMIT, start_checkpointed_run, wait_until_training
 from launch_runs import ENVIRONMENT, read_json_lines, train
 from system import wait_until
 
-from synkhronos.launcher.rank import memory_checkpoint_writer
+from synkhronos.launcher.rank import master_process, memory_checkpoint_writer
 from synkhronos.launcher.supervision import memory_checkpoint_folder
+from synkhronos.ranks import WorkerError
 from synkhronos.training.checkpoints.checkpoint import list_checkpoints
 
 
@@ -141,6 +142,20 @@ def test_max_deaths_ends_a_run(tmp_path):
     done = train_with_deaths(tmp_path, 1, [0, 1, 2], "--on-death=continue", checkpoint=0, max_deaths=1, status=1)
     assert done.stderr.endswith("on_death='continue': 2 deaths exceed max_deaths=1\n")
     assert "SIGKILL" in (tmp_path / "run" / "failure.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("cause", "logged"),
+    [
+        ("rank 1 did not finish within 9 seconds", "did not finish within 9 seconds"),
+        ("the ranks did not finish within 9 seconds", "ended: the ranks did not finish within 9 seconds"),
+    ],
+)
+def test_a_logged_death_names_its_rank_once(tmp_path, monkeypatch, cause, logged):
+    monkeypatch.setattr(master_process, "get_last_death", lambda: None)
+    master_process._log_death(tmp_path, WorkerError(f"{cause}; the workers were ended.", 1, cause=cause), False)
+    (death,) = json.loads((tmp_path / "deaths.json").read_text())
+    assert (death["rank"], death["cause"]) == (1, logged)
 
 
 #: Lets the ranks whose numbers are in the variable GONE fail to start in each recovery.

@@ -45,7 +45,7 @@ def kill_and_expect_error(session, call, rank=1):
 
 def check_failed_start(death, error):
     """Check that a death is a failed start of the ranks, by this error."""
-    assert death.cause == f"could not start: {error}" and death.is_failed_start
+    assert death.exit_description == f"could not start: {error}" and death.is_failed_start
     assert death.rank == 0 and death.host == "" and death.pid == 0 and death.lost_ranks == ()
 
 
@@ -64,7 +64,7 @@ def test_new_workers_have_data_functions_and_variables(session, spawn):
     with session.keep_memory():
         for rank in (1, 2):
             kill_and_expect_error(session, lambda: f(data), rank)
-            assert session.death.rank == rank and "SIGKILL" in session.death.cause
+            assert session.death.rank == rank and "SIGKILL" in session.death.exit_description
             before = w.get_value()
             session.replace_workers(spawn)
             if spawn:  # a new process gets the function, and then the variable, in the first call

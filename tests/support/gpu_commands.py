@@ -18,6 +18,7 @@ from library import tensor as T
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.devices import get_rank_device
+from synkhronos.programs.rank_context import get_rank
 from synkhronos.ranks import ArrayLocation, Command
 
 #: Marks of a file of tests on GPUs.
@@ -138,7 +139,7 @@ class AllReduceRows(Command):
 
 def run_in_groups(context):
     """Run collectives in a group, and send between two ranks; return digests of the results."""
-    device, n = get_rank_device(context._rank), context.size
+    device, n = get_rank_device(get_rank(context)), context.size
     array = device.from_numpy(np.random.default_rng(context.number).integers(-9, 9, 50_000).astype("float32"))
     results = []
     for members in ([0, n - 1], [n - 1, *range(n - 1)]):

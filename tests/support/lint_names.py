@@ -40,16 +40,29 @@ BARE = frozenset(
 BARE_VARIABLES = frozenset(("one", "every"))
 #: First words of names that need a verb or a noun before them; a variable may be `by_rank` or `in_place`.
 PREPOSITION, PREPOSITION_OF_VARIABLE = re.compile("_?(?:at|by|for|in|of)_"), re.compile("_?of_")
-#: Phrases that have a plainer form: "as in `X`", "one for each rank", "in place of", "the class's", "with ``is_x``", "the
-#: gradient with respect to x", "a training run"; and British spellings of words that NumPy and PyTorch spell with a z.
-CLUMSY = re.compile(
-    r"\b[Aa]s of `|\bone a rank\b|\bin the place of\b|(?<!')\b(?:class|process|loss|JAX|Linux)' |\bsays? whether\b"
-    r"|\b[Rr]eturn the gradients? by\b|\bgradients? of [^.]{1,60}? by (?:its|the|both)\b"
-    # "A training" without a noun after it, such as "run", also across a line break in a docstring or comment.
-    r"|\b[Aa] training\b(?![\s#]+(?:run|step|loop|function|job|set|graph|program|script|process|batch)\b)|\btrainings\b"
-    r"|\b(?:un)?(?:initiali|synchroni|normali|optimi|summari|recogni|standardi)s(?:e|ing|ation)",
-    re.ASCII,
-)
+#: Phrases that have a plainer form, and this form.
+CLUMSY = [
+    (re.compile(phrase, re.ASCII), suggestion)
+    for phrase, suggestion in [
+        (r"\b[Aa]s of `", "as in `X`"),
+        (r"\bone a rank\b", "one for each rank"),
+        (r"\bin the place of\b", "in place of"),
+        (r"(?<!')\b(?:class|process|loss|JAX|Linux)' ", "'s, as in the class's"),
+        (r"\bsays? whether\b", "with ``is_x``"),
+        (r"\b[Rr]eturn the gradients? by\b", "with respect to"),
+        (r"\bgradients? of [^.]{1,60}? by (?:its|the|both)\b", "with respect to"),
+        # Without a noun after it, such as "run", also across a line break in a docstring or comment.
+        (
+            r"\b[Aa] training\b(?![\s#]+(?:run|step|loop|function|job|set|graph|program|script|process|batch)\b)",
+            "a training run",
+        ),
+        (r"\btrainings\b", "training runs"),
+        (
+            r"\b(?:un)?(?:initiali|synchroni|normali|optimi|summari|recogni|standardi)s(?:e|ing|ation)",
+            "a z, as in NumPy",
+        ),
+    ]
+]
 SHORTEST = 3
 #: The section of a docstring that lists parameters, which start in its first column.
 PARAMETERS = re.compile(r"^Parameters\n-+\n(.*?)(?=^\w[\w ]*\n---|\Z)", re.DOTALL | re.MULTILINE)
@@ -141,8 +154,10 @@ def check_names(sources: Mapping[str, str]) -> Iterator[Finding]:
         for comment in COMMENT.finditer(source):
             if CLAUSE.match(comment[1]):
                 yield Finding("clause for a noun", path, source.count("\n", 0, comment.start(1)) + 1, comment[1])
-        for phrase in CLUMSY.finditer(source) if path.startswith(PACKAGE) else ():
-            yield Finding("clumsy phrase", path, source.count("\n", 0, phrase.start()) + 1, phrase[0])
+        for pattern, suggestion in CLUMSY if path.startswith(PACKAGE) else ():
+            for phrase in pattern.finditer(source):
+                line = source.count("\n", 0, phrase.start()) + 1
+                yield Finding("clumsy phrase", path, line, f"{phrase[0]!r}; better: {suggestion}")
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
                 for vague in VAGUE.findall(ast.get_docstring(node) or ""):

@@ -142,7 +142,7 @@ def compute_step(rule, grads, starts=None, **kwargs):
 
 @functools.cache
 def compile_clip_functions():
-    """Give functions from gradients and limits to steps, compiled once for all examples."""
+    """Compile functions from gradients and limits to steps, once for all examples."""
     limit = package.shared(1.0)
     functions = []
     for transform in (clip_by_global_norm, clip):
@@ -288,31 +288,63 @@ def make_shared():
             for name, function in (("max_norm", clip_by_global_norm), ("max_delta", clip))
             for value in (0, -1.0, float("nan"), float("inf"))
         ],
-        (TypeError, "max_norm: expected a positive number or a symbolic", lambda: clip_by_global_norm("1")),
-        (TypeError, "max_norm: .*True", lambda: clip_by_global_norm(True)),
+        (
+            TypeError,
+            "max_norm: expected a positive number or a symbolic scalar, got '1'",
+            lambda: clip_by_global_norm("1"),
+        ),
+        (
+            TypeError,
+            "max_norm: expected a positive number or a symbolic scalar, got True",
+            lambda: clip_by_global_norm(True),
+        ),
         (
             ValueError,
-            "max_norm: expected a number or a",
+            "max_norm: expected a number or a symbolic scalar, got w of type",
             lambda: compute_step(chain(clip_by_global_norm(make_shared()), sgd), [1.0], learning_rate=1),
         ),
-        (ValueError, "max_norm: ", lambda: total_norm_constraint([make_shared()], 0)),
-        (ValueError, "norm_axes: needed", lambda: norm_constraint(make_shared(), 1)),
-        (ValueError, "weight_decay: .*-1", lambda: add_decayed_weights(-1)),
-        (ValueError, "weight_decay: .*nan", lambda: add_decayed_weights(float("nan"))),
-        (TypeError, "weight_decay: ", lambda: add_decayed_weights(None)),
-        (TypeError, "mask: expected a predicate", lambda: add_decayed_weights(0.1, mask=True)),
-        (TypeError, "mask: expected a predicate", lambda: adamw(make_shared().sum(), [make_shared()], mask="all")),
-        (ValueError, "factor: .*inf", lambda: scale(float("inf"))),
-        (TypeError, "factor: ", lambda: scale("half")),
+        (ValueError, "max_norm: expected a positive number, got 0", lambda: total_norm_constraint([make_shared()], 0)),
+        (ValueError, "norm_axes: needed for a variable of 1 dim", lambda: norm_constraint(make_shared(), 1)),
+        (ValueError, "weight_decay: expected a number of at least 0, got -1", lambda: add_decayed_weights(-1)),
+        (
+            ValueError,
+            "weight_decay: expected a number of at least 0, got nan",
+            lambda: add_decayed_weights(float("nan")),
+        ),
+        (
+            TypeError,
+            "weight_decay: expected a positive number or a symbolic scalar, got None",
+            lambda: add_decayed_weights(None),
+        ),
+        (TypeError, "mask: expected a predicate of a parameter, got True", lambda: add_decayed_weights(0.1, mask=True)),
+        (
+            TypeError,
+            "mask: expected a predicate of a parameter, got 'all'",
+            lambda: adamw(make_shared().sum(), [make_shared()], mask="all"),
+        ),
+        (ValueError, "factor: expected a finite number, got inf", lambda: scale(float("inf"))),
+        (TypeError, "factor: expected a positive number or a symbolic scalar, got 'half'", lambda: scale("half")),
         (TypeError, "chain: expected transformations and an update rule, got 1.0", lambda: chain(1.0, sgd)),
         (ValueError, "chain: expected one update rule among the 1 parts, got 0", lambda: chain(clip(1))),
         (ValueError, "chain: expected one update rule among the 2 parts, got 2", lambda: chain(sgd, adam)),
-        (TypeError, "partition: .*'adam'", lambda: partition((is_matrix, "adam"), sgd)),
-        (TypeError, "partition: ", lambda: partition(sgd, adam)),
+        (
+            TypeError,
+            "partition: expected pairs of a predicate and an update rule, got .*'adam'",
+            lambda: partition((is_matrix, "adam"), sgd),
+        ),
+        (
+            TypeError,
+            "partition: expected pairs of a predicate and an update rule, got <function sgd",
+            lambda: partition(sgd, adam),
+        ),
         (TypeError, "update_rule: expected a_dict to return", lambda: compute_step_of_w(chain(clip(1), a_dict))),
         (TypeError, "update_rule: expected a_dict to return", lambda: compute_step_of_w(partition(a_dict))),
         (ValueError, "params: w is in no group", lambda: compute_step_of_w(partition((is_matrix, sgd)))),
-        (ValueError, "momentum: .*got 1.0", lambda: compute_step(muon, [np.ones((2, 2))], momentum=1.0)),
+        (
+            ValueError,
+            "momentum: expected from 0 up to but not including 1, got 1.0",
+            lambda: compute_step(muon, [np.ones((2, 2))], momentum=1.0),
+        ),
     ],
 )
 def test_transformations_refuse_wrong_arguments(error, message, call):

@@ -21,7 +21,7 @@ from pytensor.tensor.elemwise import Elemwise
 from pytensor.tensor.type import TensorType
 
 from synkhronos.compat.ops.rectifier import match_masked_gradient
-from synkhronos.compat.ops.windows import iterate_window_slices, pad_zeros
+from synkhronos.compat.ops.windows import iterate_positions, pad_zeros
 from synkhronos.lowering.numpy_op import NumpyOp, register_lowering
 
 __all__ = ["MODES", "MaxPoolGrad", "MaxPoolGradGrad", "Pool", "SumPoolGrad"]
@@ -83,34 +83,36 @@ class _PoolingOp(NumpyOp):
             return (length - 1) // stride + 1
         return largest((length - 1 - window) // stride + 1, 0) + 1
 
-    def compute_output_lengths(self, spatial: Sequence[Any]) -> tuple[Any, ...]:
+    def compute_output_lengths(self, spatial_shape: Sequence[Any]) -> tuple[Any, ...]:
         """Return the number of windows on each axis."""
-        return tuple(self.compute_output_length(axis, length) for axis, length in enumerate(spatial))
+        return tuple(self.compute_output_length(axis, length) for axis, length in enumerate(spatial_shape))
 
-    def compute_padding(self, spatial: Sequence[int]) -> list[tuple[int, int]]:
+    def compute_padding(self, spatial_shape: Sequence[int]) -> list[tuple[int, int]]:
         """Return the padding before and after each axis with which all windows are complete."""
         pairs = []
-        for axis, out in enumerate(self.compute_output_lengths(spatial)):
-            padding_after = (out - 1) * self.stride[axis] + self.window[axis] - self.pad[axis] - spatial[axis]
+        for axis, out in enumerate(self.compute_output_lengths(spatial_shape)):
+            padding_after = (out - 1) * self.stride[axis] + self.window[axis] - self.pad[axis] - spatial_shape[axis]
             pairs.append((self.pad[axis], max(padding_after, self.pad[axis] if self.ignore_border else 0)))
         return pairs
 
-    def count_window_elements(self, spatial: Sequence[int], dtype: Any) -> np.ndarray:
+    def count_window_elements(self, spatial_shape: Sequence[int], dtype: Any) -> np.ndarray:
         """Return the number of elements by which each window's sum is divided for its mean."""
         per_axis = []
-        for axis, (length, out) in enumerate(zip(spatial, self.compute_output_lengths(spatial), strict=True)):
+        for axis, (length, out) in enumerate(
+            zip(spatial_shape, self.compute_output_lengths(spatial_shape), strict=True)
+        ):
             pad = self.pad[axis]
             low, high = (-pad, length + pad) if self.mode == "average_inc_pad" else (0, length)
             starts = np.arange(out) * self.stride[axis] - pad
             per_axis.append(np.minimum(starts + self.window[axis], high) - np.maximum(starts, low))
         return functools.reduce(np.multiply.outer, per_axis).astype(dtype)
 
-    def iterate_windows(self, spatial: Sequence[int]) -> Any:
-        """Yield the slices that select each position of all windows in the padded array."""
-        for _, window in iterate_window_slices(
-            self.window, self.compute_output_lengths(spatial), self.stride, (1,) * self.n_spatial
+    def iterate_position_slices(self, spatial_shape: Sequence[int]) -> Any:
+        """Yield, for each position in a window, the index of its elements in all windows of the padded array."""
+        for _, slices in iterate_positions(
+            self.window, self.compute_output_lengths(spatial_shape), self.stride, (1,) * self.n_spatial
         ):
-            yield (Ellipsis, *window)
+            yield (Ellipsis, *slices)
 
     def add_padding(self, x: Any, value: Any, array_module: Any = np) -> Any:
         """Return the array padded with a value."""
@@ -119,9 +121,12 @@ class _PoolingOp(NumpyOp):
             return x
         return array_module.pad(x, [(0, 0)] * (x.ndim - self.n_spatial) + padding, constant_values=value)
 
-    def get_crop(self, spatial: Sequence[int]) -> tuple[Any, ...]:
+    def get_crop(self, spatial_shape: Sequence[int]) -> tuple[Any, ...]:
         """Return the slices that remove the padding."""
-        return (Ellipsis, *(slice(a, a + s) for s, (a, _) in zip(spatial, self.compute_padding(spatial), strict=True)))
+        return (
+            Ellipsis,
+            *(slice(a, a + s) for s, (a, _) in zip(spatial_shape, self.compute_padding(spatial_shape), strict=True)),
+        )
 
 
 class Pool(_PoolingOp):
@@ -141,8 +146,8 @@ class Pool(_PoolingOp):
     def make_node(self, x: Any) -> Apply:
         """Return the node of an array."""
         (x,) = self._as_inputs(x)
-        leading, spatial = x.type.shape[: -self.n_spatial], x.type.shape[-self.n_spatial :]
-        out = [None if s is None else int(self.compute_output_length(axis, s)) for axis, s in enumerate(spatial)]
+        leading, spatial_shape = x.type.shape[: -self.n_spatial], x.type.shape[-self.n_spatial :]
+        out = [None if s is None else int(self.compute_output_length(axis, s)) for axis, s in enumerate(spatial_shape)]
         return Apply(self, [x], [TensorType(x.dtype, shape=(*leading, *out))()])
 
     def compute_output_shape(self, x: Any) -> tuple[Any, ...]:
@@ -151,13 +156,15 @@ class Pool(_PoolingOp):
 
     def compute(self, x: np.ndarray) -> np.ndarray:
         """Reduce over the positions in a window."""
-        spatial = x.shape[-self.n_spatial :]
+        spatial_shape = x.shape[-self.n_spatial :]
         combine = np.maximum if self.mode == "max" else np.add
         padded = self.add_padding(x, _get_lowest_value(x.dtype) if self.mode == "max" else 0)
         result: Any = None
-        for window in self.iterate_windows(spatial):
-            result = padded[window].copy() if result is None else combine(result, padded[window], out=result)
-        return result / self.count_window_elements(spatial, x.dtype) if self.mode.startswith("average") else result
+        for elements in self.iterate_position_slices(spatial_shape):
+            result = padded[elements].copy() if result is None else combine(result, padded[elements], out=result)
+        return (
+            result / self.count_window_elements(spatial_shape, x.dtype) if self.mode.startswith("average") else result
+        )
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
         """Return the gradient with respect to the array."""
@@ -198,13 +205,13 @@ class SumPoolGrad(_PoolingGrad):
 
     def compute(self, g: np.ndarray, like: np.ndarray) -> np.ndarray:
         """Add each window's share to all of its elements."""
-        spatial = like.shape[-self.n_spatial :]
-        share = g / self.count_window_elements(spatial, g.dtype) if self.mode.startswith("average") else g
-        lengths = [a + s + b for s, (a, b) in zip(spatial, self.compute_padding(spatial), strict=True)]
+        spatial_shape = like.shape[-self.n_spatial :]
+        share = g / self.count_window_elements(spatial_shape, g.dtype) if self.mode.startswith("average") else g
+        lengths = [a + s + b for s, (a, b) in zip(spatial_shape, self.compute_padding(spatial_shape), strict=True)]
         result = np.zeros((*like.shape[: -self.n_spatial], *lengths), g.dtype)
-        for window in self.iterate_windows(spatial):
-            result[window] += share
-        return result[self.get_crop(spatial)]
+        for elements in self.iterate_position_slices(spatial_shape):
+            result[elements] += share
+        return result[self.get_crop(spatial_shape)]
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
         """Return the gradient with respect to the output's gradient: pooling."""
@@ -228,8 +235,8 @@ class MaxPoolGrad(_PoolingGrad):
         """Compare each position of the windows with the maxima."""
         padded = self.add_padding(x, _get_lowest_value(x.dtype))
         result = np.zeros(padded.shape, g.dtype)
-        for window in self.iterate_windows(x.shape[-self.n_spatial :]):
-            result[window] += np.where(padded[window] == y, g, 0)
+        for elements in self.iterate_position_slices(x.shape[-self.n_spatial :]):
+            result[elements] += np.where(padded[elements] == y, g, 0)
         return result[self.get_crop(x.shape[-self.n_spatial :])]
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
@@ -250,8 +257,8 @@ class MaxPoolGradGrad(_PoolingGrad):
         """Compare each position of the windows with the maxima."""
         padded = self.add_padding(x, _get_lowest_value(x.dtype), array_module)
         addends = self.add_padding(values, 0, array_module)
-        windows = self.iterate_windows(x.shape[-self.n_spatial :])
-        return sum(array_module.where(padded[window] == y, addends[window], 0) for window in windows)
+        positions = self.iterate_position_slices(x.shape[-self.n_spatial :])
+        return sum(array_module.where(padded[elements] == y, addends[elements], 0) for elements in positions)
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
         """Return the gradient with respect to the array that is summed."""
@@ -322,8 +329,8 @@ def _find_maxima(op: _PoolingOp, x: Any) -> tuple[Any, Any]:
 
     padded = op.add_padding(x, _get_lowest_value(x.dtype), jnp)
     maxima = bits = None
-    for i, window in enumerate(op.iterate_windows(x.shape[-op.n_spatial :])):
-        values, bit = padded[window], np.array(1 << i, np.min_scalar_type((1 << math.prod(op.window)) - 1))
+    for i, elements in enumerate(op.iterate_position_slices(x.shape[-op.n_spatial :])):
+        values, bit = padded[elements], np.array(1 << i, np.min_scalar_type((1 << math.prod(op.window)) - 1))
         if maxima is None:
             maxima, bits = values, jnp.full(values.shape, bit)
         else:
@@ -373,22 +380,36 @@ def _recompute_maxima(op: _PoolingOp, x: Any) -> tuple[Any, Any]:
 
 @register_lowering(MaxPoolGrad)
 def _lower_max_pool_grad(op: MaxPoolGrad, x: Any, _: Any, g: Any) -> Any:
+    """Compute the gradient of each element as a sum over the windows that contain it.
+
+    The array is divided into blocks as long as a stride.  On one axis, with windows of 3 elements and a stride of 2::
+
+        block       |   0   |   1   |   2   |
+        position    | 0   1 | 0   1 | 0   1 |
+        window 0    [-----------]
+        window 1            [-----------]
+        window 2                    [-----------]
+
+    An element at position 0 of block k is in the windows k - 1 and k.  An element at position 1 is only in window k.
+    So all elements at one position of their blocks have the same offsets from their block's number to the numbers of
+    their windows: here -1 and 0, or 0.  For each position and each offset, these elements are compared with one slice
+    of the windows' maxima, whose length is the number of blocks.  Padding adds windows of gradient 0 at both ends.
+    """
     import jax.numpy as jnp
 
     n_leading = x.ndim - op.n_spatial
-    spatial = x.shape[n_leading:]
+    spatial_shape = x.shape[n_leading:]
     uses_bits = _uses_bits(op)
     if uses_bits:
         _, maxima_or_bits = _find_maxima(op, x)
     else:
         x, maxima_or_bits = _recompute_maxima(op, x)
     g = g.astype(jnp.promote_types(g.dtype, jnp.float32))  # an element's sum is rounded once
-    # The array is divided into blocks as long as a stride.  The elements at one position of their blocks are in equally
-    # many windows, whose numbers differ from the block's by the same offsets.
     geometry = list(zip(op.window, op.stride, op.pad, strict=True))
-    n_blocks = [-(-n // s) for n, s in zip(spatial, op.stride, strict=True)]
-    n_before = [(w - 1 - p) // s for w, s, p in geometry]
-    n_windows = [b + n + (s - 1 + p) // s for b, n, (_, s, p) in zip(n_before, n_blocks, geometry, strict=True)]
+    n_blocks = [-(-length // stride) for length, stride in zip(spatial_shape, op.stride, strict=True)]
+    n_before = [(window - 1 - pad) // stride for window, stride, pad in geometry]
+    n_after = [(stride - 1 + pad) // stride for _, stride, pad in geometry]
+    n_windows = [sum(counts) for counts in zip(n_before, n_blocks, n_after, strict=True)]
     # In a GPU's memory channels are the last axis.  If they were not the last one here, XLA would need several kernels.
     n_channel_axes = 1 if uses_bits and n_leading else 0
     if n_channel_axes:
@@ -405,12 +426,16 @@ def _lower_max_pool_grad(op: MaxPoolGrad, x: Any, _: Any, g: Any) -> Any:
             axis = n_leading - n_channel_axes + len(position)
             return jnp.stack(parts, axis + 1).reshape(*parts[0].shape[:axis], -1, *parts[0].shape[axis + 1 :])
         total = jnp.zeros((*x.shape[: n_leading - n_channel_axes], *n_blocks), g.dtype)
-        offsets = [range((i + p) // s, (i + p - w) // s, -1) for i, (w, s, p) in zip(position, geometry, strict=True)]
+        offsets = [
+            range((i + pad) // stride, (i + pad - window) // stride, -1)
+            for i, (window, stride, pad) in zip(position, geometry, strict=True)
+        ]
         for offset in itertools.product(*offsets, *[(0,)] * n_channel_axes):
-            starts = [b + k for b, k in zip(n_before, offset, strict=True)]
+            starts = [before + k for before, k in zip(n_before, offset, strict=True)]
             windows = (Ellipsis, *(slice(start, start + n) for start, n in zip(starts, n_blocks, strict=True)))
             if uses_bits:
-                in_window = [i + p - k * s for i, k, (_, s, p) in zip(position, offset, geometry, strict=False)]
+                places = zip(position, offset, geometry, strict=False)  # the offset on the channels' axis is left out
+                in_window = [i + pad - k * stride for i, k, (_, stride, pad) in places]
                 bit = maxima_or_bits.dtype.type(1 << int(np.ravel_multi_index(in_window, op.window)))
                 is_maximal = maxima_or_bits[windows] & bit != 0
             else:
@@ -420,7 +445,7 @@ def _lower_max_pool_grad(op: MaxPoolGrad, x: Any, _: Any, g: Any) -> Any:
         return total
 
     total = compute_gradient(())
-    return (jnp.moveaxis(total, -1, n_leading - 1) if n_channel_axes else total)[(Ellipsis, *map(slice, spatial))]
+    return (jnp.moveaxis(total, -1, n_leading - 1) if n_channel_axes else total)[(Ellipsis, *map(slice, spatial_shape))]
 
 
 @register_lowering(MaxPoolGradGrad)

@@ -13,7 +13,7 @@ import numpy as np
 import pytensor.tensor as pt
 from pytensor.tensor.exceptions import NotScalarConstantError
 
-__all__ = ["fold", "to_integer", "iterate_window_slices", "unfold", "pad_zeros"]
+__all__ = ["fold", "to_integer", "iterate_positions", "unfold", "pad_zeros"]
 
 
 def to_integer(value: Any) -> int:
@@ -24,10 +24,10 @@ def to_integer(value: Any) -> int:
         raise TypeError(f"windows, strides, paddings and dilations: expected integers, got {value}") from None
 
 
-def iterate_window_slices(
+def iterate_positions(
     window_lengths: Sequence[int], output_lengths: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
 ) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
-    """Yield each position in a window, and the slices that select it in all windows."""
+    """Yield each position in a window, and the slices that select its elements in all windows."""
     for position in itertools.product(*map(range, window_lengths)):
         starts = [p * d for p, d in zip(position, dilation, strict=True)]
         axes = zip(starts, output_lengths, stride, strict=True)
@@ -43,17 +43,17 @@ def unfold(
 ) -> np.ndarray:
     """Return the windows of an array (batch, channel, *spatial) as (batch, channel, *window, *output)."""
     columns: Any = np.empty((*array.shape[:2], *window_lengths, *output_lengths), array.dtype)
-    for position, window in iterate_window_slices(window_lengths, output_lengths, stride, dilation):
-        columns[(slice(None), slice(None), *position)] = array[(slice(None), slice(None), *window)]
+    for position, elements in iterate_positions(window_lengths, output_lengths, stride, dilation):
+        columns[(slice(None), slice(None), *position)] = array[(slice(None), slice(None), *elements)]
     return columns
 
 
-def fold(columns: Any, spatial: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> np.ndarray:
+def fold(columns: Any, spatial_shape: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> np.ndarray:
     """Return the sum (batch, channel, *spatial) of windows (batch, channel, *window, *output), at their positions."""
-    n = len(spatial)
-    array: Any = np.zeros((*columns.shape[:2], *spatial), columns.dtype)
-    for position, window in iterate_window_slices(columns.shape[2 : 2 + n], columns.shape[2 + n :], stride, dilation):
-        array[(slice(None), slice(None), *window)] += columns[(slice(None), slice(None), *position)]
+    n = len(spatial_shape)
+    array: Any = np.zeros((*columns.shape[:2], *spatial_shape), columns.dtype)
+    for position, elements in iterate_positions(columns.shape[2 : 2 + n], columns.shape[2 + n :], stride, dilation):
+        array[(slice(None), slice(None), *elements)] += columns[(slice(None), slice(None), *position)]
     return array
 
 

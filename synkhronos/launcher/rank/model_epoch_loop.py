@@ -77,7 +77,7 @@ class ModelEpochLoop(EpochLoop):
 
     @property
     def early_stopping(self) -> EarlyStopping:
-        """Best value of the metric so far."""
+        """Tracker of the best value of the metric, and of the reports since."""
         return self.state.early_stopping
 
     def train_all_epochs(self) -> bool:

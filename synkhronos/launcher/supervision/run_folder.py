@@ -114,7 +114,8 @@ class DeathLog:
 
     def add(self, death: Death, n_ranks_left: int | None = None) -> None:
         """Append a death; ``n_ranks_left`` is its host's number of ranks, if the host can't start all of its ranks."""
-        entry = {name: getattr(death, name) for name in ("rank", "host", "cause", "is_failed_start")}
+        entry: dict[str, Any] = {"rank": death.rank, "host": death.host, "cause": death.exit_description}
+        entry["is_failed_start"] = death.is_failed_start
         if n_ranks_left is not None:
             entry["ranks_left"] = n_ranks_left
         self._write([*self.read(), {**entry, "time": time.time()}])

@@ -64,7 +64,7 @@ class EpochLoop(ABC):
     @property
     @abstractmethod
     def early_stopping(self) -> EarlyStopping:
-        """Best value of the metric so far."""
+        """Tracker of the best value of the metric, and of the reports since."""
 
     @abstractmethod
     def has_trained_all_epochs(self) -> bool:

@@ -228,7 +228,7 @@ class TrainFunction:
         """
         num_slices = self._graph.options.num_slices if num_slices is None else num_slices
         arrays = self._graph.parse_data(x_data, y_data, batch, batch_s)
-        return self._to_loss(*self._run_launch(arrays, batch, batch_s, num_slices)[0])
+        return self._to_loss(*self._take_step(arrays, batch, batch_s, num_slices))
 
     def _to_loss(self, value: Array, weight: Array | None) -> Array:
         """Return the loss of a step as an array, from a pair of `take_weighted_steps`."""
@@ -329,26 +329,31 @@ class TrainFunction:
         losses: list[WeightedLoss] = []
         try:
             for start, stop in group_steps(rows, self._find_max_steps_per_launch(arrays, rows, num_slices)):
-                launch_losses = self._take_in_one_launch(arrays, rows[start:stop])
-                if launch_losses is not None:
-                    losses += launch_losses
+                fused_losses = self._take_fused_steps(arrays, rows[start:stop])
+                if fused_losses is not None:
+                    losses += fused_losses
                     continue
                 for batch, batch_s in steps[start:stop]:
-                    losses += self._run_launch(arrays, batch, batch_s, num_slices)
+                    losses.append(self._take_step(arrays, batch, batch_s, num_slices))
         except BaseException as error:
             if losses:
                 error.add_note(f"{len(losses)} of the {len(steps)} steps had been taken before.")
             raise
         return losses
 
-    def _take_in_one_launch(self, arrays: list[Array], rows: Sequence[StepRows]) -> list[WeightedLoss] | None:
-        """Take steps in one launch; return their losses, or None if they have to be taken one by one."""
+    def _take_step(self, arrays: list[Array], batch: BatchArgument, batch_s: Any, num_slices: int) -> WeightedLoss:
+        """Take a step; return its loss."""
+        losses = self._run_step_command(arrays, batch, batch_s, num_slices)
+        assert losses is not None  # every rank can take a single step
+        return losses[0]
+
+    def _take_fused_steps(self, arrays: list[Array], rows: Sequence[StepRows]) -> list[WeightedLoss] | None:
+        """Take steps in one command; return their losses, or None if they have to be taken one by one."""
         if len(rows) == 1:
             return None
         by_rank = [np.concatenate(parts) for parts in zip(*filter(None, rows), strict=True)]
         batch, batch_s = (None, by_rank) if self._graph.sliceable else (np.concatenate(by_rank), None)
-        losses: list[WeightedLoss] | None = self._run_launch(arrays, batch, batch_s, 1, len(rows))
-        return losses
+        return self._run_step_command(arrays, batch, batch_s, 1, len(rows))
 
     def _find_max_steps_per_launch(self, arrays: list[Array], rows: Sequence[StepRows], num_slices: int) -> int:
         """Return the maximal number of steps in a launch; 1 if steps cannot share a launch."""
@@ -367,68 +372,82 @@ class TrainFunction:
         nbytes = row_nbytes * longest
         return 1 if nbytes >= _LONG_STEP_NBYTES else max(1, min(max_repeats, MAX_LAUNCH_NBYTES // max(1, nbytes)))
 
-    def _run_launch(
+    def _run_step_command(
         self, arrays: list[Array], batch: BatchArgument, batch_s: Any, num_slices: int, n_steps: int = 1
-    ) -> Any:
-        """Take a step, or ``n_steps`` steps in one launch, with the rows of each rank ordered by steps.
+    ) -> list[WeightedLoss] | None:
+        """Take ``n_steps`` steps in one command, with the rows of each rank ordered by steps.
 
-        Return the losses as `take_weighted_steps` does.  If some rank cannot take the steps in one launch, take none,
-        and return None.
+        Return the losses as `take_weighted_steps` does.  If some rank cannot take several steps in one command, take
+        none, and return None.
         """
-        session, sharding = ranks.get_session(), self._sharding
+        session = ranks.get_session()
         self._optimizer.ensure_scattered()
         with session.call_lock:
             session.begin_call()
             dispatcher, updates = get_dispatcher(self.gradient), [get_dispatcher(update) for update in self._updates]
             gradient = dispatcher.build_call(session, arrays, batch=batch, batch_s=batch_s, num_slices=num_slices)
-            has_rank_without_rows = self._check_rank_rows(session, gradient, batch)
+            has_rank_without_rows = self._has_rank_without_rows(session, gradient, batch)
             if has_rank_without_rows:
                 # A rank without rows does not write its vector, which would still hold an earlier step's values.
                 clear = get_dispatcher(self._clear)
                 call = clear.build_call(session)
-                clear.take_results(session, call, session.run(call))
+                clear.finish_call(session, call, session.run(call))
             calls = [update.build_call(session) for update in updates]
             command: StepCommand | ShardedStepCommand
-            if sharding is None:
-                all_reduce = get_all_reduce_command(session, self.grad_shared, "avg", nccl=True)
-                can_fuse = not (has_rank_without_rows or gradient.is_sliced)
-                has_agreed_plan = can_fuse and can_skip_plan_check(session.rank, all_reduce)
-                command = StepCommand(
-                    gradient,
-                    all_reduce,
-                    calls[0],
-                    self._wire_dtype,
-                    n_tail_items=self._n_tail,
-                    n_steps=n_steps,
-                    every_rank_has_rows=not has_rank_without_rows,
-                    has_agreed_plan=has_agreed_plan,
-                )
+            if self._sharding is None:
+                command = self._make_step_command(session, gradient, calls[0], n_steps, not has_rank_without_rows)
             else:
-                variables = [self.grad_shared, sharding.row, sharding.rank_number, *sharding.state_shards]
-                matrix_key, row_key, rank_number_key, *state_keys = distribute_variables(session, variables)
-                command = ShardedStepCommand(
-                    gradient,
-                    calls[0],
-                    calls[1],
-                    matrix_key,
-                    row_key,
-                    rank_number_key,
-                    tuple(state_keys),  # a command is hashable, so that its pickle is cached
-                    sharding.gathers_gradient,
-                    n_steps,
-                )
+                command = self._make_sharded_step_command(session, self._sharding, gradient, calls, n_steps)
             results = session.run(command)
             if results is None:
                 return None
             gradient_outputs, update_outputs = results
             for update, call in zip(updates, calls, strict=True):
-                update.take_results(session, call, update_outputs)
-            outputs = dispatcher.take_results(session, gradient, gradient_outputs)
+                update.finish_call(session, call, update_outputs)
+            outputs = dispatcher.finish_call(session, gradient, gradient_outputs)
         weights = outputs[n_steps:] or [None] * n_steps
         return list(zip(outputs[:n_steps], weights, strict=True))
 
-    def _check_rank_rows(self, session: ranks.Session, gradient: Call, batch: BatchArgument) -> bool:
-        """Return whether some rank has no rows to compute; raise ValueError if no rank has any."""
+    def _make_step_command(
+        self, session: ranks.Session, gradient: Call, update: Call, n_steps: int, every_rank_has_rows: bool
+    ) -> StepCommand:
+        """Make the command of steps with an unsharded optimizer."""
+        all_reduce = get_all_reduce_command(session, self.grad_shared, "avg", nccl=True)
+        can_fuse = every_rank_has_rows and not gradient.is_sliced
+        return StepCommand(
+            gradient,
+            all_reduce,
+            update,
+            self._wire_dtype,
+            n_tail_items=self._n_tail,
+            n_steps=n_steps,
+            every_rank_has_rows=every_rank_has_rows,
+            has_agreed_plan=can_fuse and can_skip_plan_check(session.rank, all_reduce),
+        )
+
+    def _make_sharded_step_command(
+        self, session: ranks.Session, sharding: _Sharding, gradient: Call, updates: Sequence[Call], n_steps: int
+    ) -> ShardedStepCommand:
+        """Make the command of steps with a sharded optimizer."""
+        variables = [self.grad_shared, sharding.row, sharding.rank_number, *sharding.state_shards]
+        matrix_key, row_key, rank_number_key, *state_keys = distribute_variables(session, variables)
+        return ShardedStepCommand(
+            gradient,
+            updates[0],
+            updates[1],
+            matrix_key,
+            row_key,
+            rank_number_key,
+            tuple(state_keys),  # a command is hashable, so that its pickle is cached
+            sharding.gathers_gradient,
+            n_steps,
+        )
+
+    def _has_rank_without_rows(self, session: ranks.Session, gradient: Call, batch: BatchArgument) -> bool:
+        """Return whether some rank has no rows to compute; raise ValueError if no rank has any.
+
+        Runs a command if only the ranks know their numbers of rows.
+        """
         n_ranks = session.size
         if gradient.n_rows is not None:
             if not gradient.n_rows:
@@ -436,7 +455,6 @@ class TrainFunction:
             return gradient.n_rows < n_ranks
         selections = gradient.batch_s or (slice(None),) * n_ranks
         lengths = [0] * n_ranks
-        # Only the ranks know the lengths of their data.
         if any(isinstance(selection, slice) for selection in selections):
             layouts = session.run(GetLayouts(distribute_variables(session, self._graph.sliceable)))
             lengths = [min(shape[0] for shape, _ in shapes) for shapes in zip(*layouts, strict=True)]

@@ -183,7 +183,7 @@ class RecoveryPolicy(DeathPolicy):
             assert death is not None
             peer = describe_rank(death.rank, death.host)
             if excess := self._death_limit.record_death(death.rank, death.is_failed_start):
-                cause = f"{peer} {death.cause}"
+                cause = f"{peer} {death.exit_description}"
                 raise WorkerError(f"{cause}; {excess}", death.rank, cause=cause) from error
             deaths.append(death)
             ranks_to_remove, size = self._choose_ranks_to_remove(death, ranks_to_remove, error), session.size
@@ -198,8 +198,12 @@ class RecoveryPolicy(DeathPolicy):
                 continue
             seconds = time.perf_counter() - began
             lost = {"step": self.step, "seconds": round(seconds, 3)}
-            self.deaths += [{"rank": death.rank, "host": death.host, "cause": death.cause, **lost} for death in deaths]
-            _log.warning("%s %s; training continued from step %d, %.1f s later", peer, death.cause, self.step, seconds)
+            self.deaths += [
+                {"rank": death.rank, "host": death.host, "cause": death.exit_description, **lost} for death in deaths
+            ]
+            _log.warning(
+                "%s %s; training continued from step %d, %.1f s later", peer, death.exit_description, self.step, seconds
+            )
             return
         raise error
 
@@ -218,11 +222,11 @@ class RecoveryPolicy(DeathPolicy):
         if not self._death_limit.is_rank_unusable and not is_lost:
             return ranks_to_remove
         peer = describe_rank(death.rank, death.host)
-        failure = f"on_death='continue': {peer} {death.cause}"
+        failure = f"on_death='continue': {peer} {death.exit_description}"
         ranks_to_remove = sorted({*ranks_to_remove, *(death.lost_ranks or (death.rank,))})
         if self._session.rank.master_rank in ranks_to_remove:
             raise WorkerError(f"{failure}; the master can't be left out", death.rank, cause=failure) from error
-        _log.warning("%s %s; training continues without ranks %s", peer, death.cause, ranks_to_remove)
+        _log.warning("%s %s; training continues without ranks %s", peer, death.exit_description, ranks_to_remove)
         self._death_limit.reset_deaths_since_copy()
         return ranks_to_remove
 

@@ -104,7 +104,7 @@ class EpochData:
     _ordered_epoch: int = field(default=-1, init=False)
 
     def __post_init__(self) -> None:
-        self.ranks_by_host = self.current_ranks_by_host = get_ranks_by_host(self.arrays)
+        self.ranks_by_host = self.current_ranks_by_host = get_ranks_by_host_of_parts(self.arrays)
         self.n_epoch_rows = (
             self.n_data_rows if self.ranks_by_host is None else sum(map(len, self._iterate_step_rows(0)))
         )
@@ -138,7 +138,7 @@ class EpochData:
             else:
                 order[...] = np.concatenate(list(self._iterate_step_rows(epoch)))
             self._ordered_epoch = epoch
-        hosts = get_ranks_by_host(self.arrays)
+        hosts = get_ranks_by_host_of_parts(self.arrays)
         if hosts is not None and len(hosts) > 1 and hosts != self.current_ranks_by_host:
             self._redistribute_rows(start, hosts)
         return InMemoryRows(self.arrays, order)
@@ -157,7 +157,7 @@ class EpochData:
 
     def round_up_to_step(self, start: int, stop: int) -> int:
         """Return ``stop``, moved to the end of a step if rows were redistributed; steps begin at ``start``."""
-        hosts = get_ranks_by_host(self.arrays)
+        hosts = get_ranks_by_host_of_parts(self.arrays)
         if hosts is None or len(hosts) == 1 or hosts == self.ranks_by_host:
             return stop
         rows_per_step = self.batch_size * hosts[-1].stop
@@ -192,6 +192,6 @@ def check_enough_rows(count: int, batch_size: int) -> None:
         raise ValueError(f"batch_size: {size} ranks times {batch_size} rows are more than the {count} rows of the data")
 
 
-def get_ranks_by_host(data: list[Data]) -> list[range] | None:
+def get_ranks_by_host_of_parts(data: list[Data]) -> list[range] | None:
     """Return the ranks of each host if some array is made by `synkhronos.data_parts`, else None."""
     return ranks.get_session().ranks_by_host if any(isinstance(array, PartsData) for array in data) else None

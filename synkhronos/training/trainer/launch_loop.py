@@ -1,4 +1,4 @@
-"""A trainer's loops over batches, each iteration of which launches one step per batch: base class, and joint steps."""
+"""A trainer's loops over batches, each iteration of which takes one or several steps: base class, and joint steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from synkhronos.training.trainer.epoch_data import IntervalPlan, RowSource
 
 
 class LaunchBatches(NamedTuple):
-    """Successive batches of one launch, with one step per batch.
+    """Successive batches whose steps are taken together, with one step per batch.
 
     The schedule computes the learning rate for ``rate_position`` in the epoch.  ``starts`` are the positions of the
     batches' first rows.  ``end`` is the position after the rows of these batches, on all ranks.

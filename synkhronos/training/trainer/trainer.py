@@ -208,7 +208,7 @@ class Trainer:
             model=self._model,
             data=EpochData(data, count, batch_size, seed, loader),
             n_epochs=epochs,
-            every=every,
+            steps_per_report=every,
             valid=valid_data,
             patience=patience,
             recorders=recorders,

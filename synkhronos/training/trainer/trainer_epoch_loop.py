@@ -45,7 +45,7 @@ from synkhronos.training.trainer.epoch_data import (
     IntervalPlan,
     RowSource,
     check_enough_rows,
-    get_ranks_by_host,
+    get_ranks_by_host_of_parts,
 )
 from synkhronos.training.trainer.launch_loop import take_joint_steps
 from synkhronos.training.trainer.local_step_loop import take_local_steps
@@ -60,7 +60,7 @@ class TrainerEpochLoop(EpochLoop):
     data: EpochData
     n_epochs: int
     #: Number of steps per rank in an interval; None: an interval is an epoch.
-    every: int | None
+    steps_per_report: int | None
     #: Validation data and their number of rows.
     valid: tuple[list[Data], int] | Loader | None
     patience: int | None
@@ -86,7 +86,7 @@ class TrainerEpochLoop(EpochLoop):
 
     @property
     def early_stopping(self) -> EarlyStopping:
-        """Best value of the metric so far."""
+        """Tracker of the best value of the metric, and of the reports since."""
         return self.position.early_stopping
 
     def begin(self, resume: Any) -> None:
@@ -100,8 +100,8 @@ class TrainerEpochLoop(EpochLoop):
             assert checkpoint is not None
             resume = next(reversed(checkpoint.list_paths()), None)
         if resume is not None:
-            seen = state.restore(resume, self.data, model.schedule)
-            self._remove_later_records(seen)
+            n_rows_seen = state.restore(resume, self.data, model.schedule)
+            self._remove_later_records(n_rows_seen)
         elif self.position.epoch_position and self.position.order_key != self.data.order_key:
             expected = self.position.order_key
             raise ValueError(
@@ -110,18 +110,18 @@ class TrainerEpochLoop(EpochLoop):
                 "data_parts in another order"
             )
         elif checkpoint is not None:
-            checkpoint.check_no_newer(self.position.seen)
+            checkpoint.check_no_newer(self.position.n_rows_seen)
         metric = "loss" if self.valid is None else f"validation {self.first_metric}"
         if self.metric != (self.first_metric, "min"):
             metric += f", {' '.join(self.metric)}"
         if self.early_stopping.set_metric(metric):
             schedules.reset_best(model.schedule)
 
-    def _remove_later_records(self, seen: int) -> None:
-        """Remove the records after ``seen`` rows, since those steps are repeated."""
+    def _remove_later_records(self, n_rows_seen: int) -> None:
+        """Remove the records after ``n_rows_seen`` rows, since those steps are repeated."""
         for recorder in self.recorders:
             if isinstance(recorder, Recorder | TensorBoard):
-                recorder.truncate(seen)
+                recorder.truncate(n_rows_seen)
 
     def has_trained_all_epochs(self) -> bool:
         """Whether all epochs are trained."""
@@ -142,10 +142,10 @@ class TrainerEpochLoop(EpochLoop):
         self.interval_stop = self._find_interval_stop(position.interval_start)
         if self.interval_stop < position.epoch_position:  # resumed from a checkpoint of more ranks
             self.interval_stop = self._find_interval_stop(position.epoch_position)
-        # An interval has several parts if the state is copied within it, or a rank is left out.
+        # An interval has several segments if the state is copied within it, or a rank is left out.
         while position.epoch_position < self.interval_stop and not self.is_stop_requested():
             if self.model.joint_step is not None:
-                result = self._train_interval()
+                result = self._train_segment()
             else:
                 result = self._train_until_copy()
             position.epoch_position, position.totals = result
@@ -155,7 +155,7 @@ class TrainerEpochLoop(EpochLoop):
         """Start an epoch of all rows that the data have now."""
         data = self.data
         n_data_rows = data.count_rows()
-        was_rank_left_out = get_ranks_by_host(data.arrays) != data.ranks_by_host
+        was_rank_left_out = get_ranks_by_host_of_parts(data.arrays) != data.ranks_by_host
         if n_data_rows != data.n_data_rows or was_rank_left_out:
             check_enough_rows(n_data_rows, data.batch_size)
             self.data = EpochData(data.arrays, n_data_rows, data.batch_size, data.seed, data.loader)
@@ -168,8 +168,8 @@ class TrainerEpochLoop(EpochLoop):
 
         def attempt() -> tuple[int, list[RankTotals]]:
             if next(attempts):
-                self._remove_later_records(self.position.seen)
-            return self._train_interval()
+                self._remove_later_records(self.position.n_rows_seen)
+            return self._train_segment()
 
         result = self.death_policy.run_update(attempt)
         self.death_policy.adapt_steps_per_copy(time.perf_counter() - began)
@@ -184,9 +184,11 @@ class TrainerEpochLoop(EpochLoop):
 
     def _find_interval_stop(self, start: int) -> int:
         """Return the position of the next report after position ``start``."""
-        if self.every is None:
+        if self.steps_per_report is None:
             return self.data.n_epoch_rows
-        return min(self.data.n_epoch_rows, start + self.every * self.data.batch_size * ranks.get_session().size)
+        return min(
+            self.data.n_epoch_rows, start + self.steps_per_report * self.data.batch_size * ranks.get_session().size
+        )
 
     def _make_plan(self, stop: int) -> IntervalPlan:
         """Make the plan of an interval from the present position to ``stop``."""
@@ -201,7 +203,7 @@ class TrainerEpochLoop(EpochLoop):
             schedule=model.schedule,
             recorders=[recorder for recorder in self.recorders if isinstance(recorder, Recorder)],
             shows_progress_bar=self.shows_progress_bar,
-            rank_groups=get_ranks_by_host(data.arrays) or [range(ranks.get_session().size)],
+            rank_groups=get_ranks_by_host_of_parts(data.arrays) or [range(ranks.get_session().size)],
             can_stop=self.checkpoint is not None,
             earlier_totals=resize_totals(
                 position.totals, 1 if model.joint_step is not None else ranks.get_session().size
@@ -209,7 +211,7 @@ class TrainerEpochLoop(EpochLoop):
             has_loss_weight=model.graph.weight is not None,
         )
 
-    def _train_interval(self) -> tuple[int, list[RankTotals]]:
+    def _train_segment(self) -> tuple[int, list[RankTotals]]:
         """Train until the next copy or report, or a signal; return the position reached, and the ranks' totals."""
         position, data, loader = self.position, self.data, self.data.loader
         is_joint = self.model.joint_step is not None
@@ -291,7 +293,7 @@ class TrainerEpochLoop(EpochLoop):
         batches: Iterable[Any]
         if isinstance(valid, Loader):
             batches = valid.epoch(0, step)
-        elif get_ranks_by_host(valid[0]):
+        elif get_ranks_by_host_of_parts(valid[0]):
             batches = iterate_ordered_batches(valid[1], step, ranks.get_session().size)
         else:
             batches = (slice(start, min(valid[1], start + step)) for start in range(0, valid[1], step))
@@ -346,10 +348,10 @@ class TrainerEpochLoop(EpochLoop):
         """Write a checkpoint after a report."""
         self._save(report.rows_seen)
 
-    def _save(self, seen: int) -> None:
+    def _save(self, n_rows_seen: int) -> None:
         checkpoint, model = self.checkpoint, self.model
         assert checkpoint is not None
-        self.death_policy.run_idempotent(lambda: model.state.save(checkpoint, self.data, model.schedule, seen))
+        self.death_policy.run_idempotent(lambda: model.state.save(checkpoint, self.data, model.schedule, n_rows_seen))
 
     def save_at_signal(self) -> NoReturn:
         """Write a checkpoint between two reports, and exit with the status of the signal."""
@@ -357,7 +359,7 @@ class TrainerEpochLoop(EpochLoop):
         message, position, checkpoint = f"{signal.Signals(number).name}: training ends", self.position, self.checkpoint
         assert checkpoint is not None
         if all(math.isfinite(total.weighted_loss_sum) for total in position.totals):
-            self._save(position.seen)
-            message += f"; go on with resume={str(checkpoint.get_path(position.seen))!r}"
+            self._save(position.n_rows_seen)
+            message += f"; go on with resume={str(checkpoint.get_path(position.n_rows_seen))!r}"
         sys.stderr.write(f"{message}\n")
         raise SystemExit(128 + number)

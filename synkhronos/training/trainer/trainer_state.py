@@ -45,7 +45,7 @@ class TrainerPosition:
     order_key: OrderKey = OrderKey(0, 0, None)
 
     @property
-    def seen(self) -> int:
+    def n_rows_seen(self) -> int:
         """Number of rows trained on."""
         return self.n_rows_of_earlier_epochs + self.epoch_position
 
@@ -101,7 +101,7 @@ class TrainerState:
         if self._sharded_step is not None and vector is not None:
             self._sharded_step.set_state_vector(self.variables.whole_optimizer, vector)
 
-    def save(self, checkpoint: Checkpoint, data: EpochData, schedule: Schedule, seen: int) -> None:
+    def save(self, checkpoint: Checkpoint, data: EpochData, schedule: Schedule, n_rows_seen: int) -> None:
         """Write a checkpoint of all ranks; its metrics are those of a report, if it follows one directly."""
         position = self.position
         by_rank = run(rank_state.collect_state, self.spec)
@@ -112,7 +112,7 @@ class TrainerState:
         meta = {
             **self._describe(),
             **layout,
-            "seen": seen,
+            "seen": n_rows_seen,
             "epoch": position.epoch,
             "row": position.epoch_position,
             "start": position.interval_start,
@@ -126,7 +126,7 @@ class TrainerState:
             "schedule": schedules.get_state(schedule),
             "steps_taken": position.steps,
         }
-        checkpoint.save(seen, arrays, meta, {} if position.totals else position.metrics)
+        checkpoint.save(n_rows_seen, arrays, meta, {} if position.totals else position.metrics)
 
     def restore(self, path: str | os.PathLike[str], data: EpochData, schedule: Schedule) -> int:
         """Restore all ranks and the position from a checkpoint; return the number of rows trained on so far."""

@@ -1,7 +1,8 @@
 """Update rules with decoupled weight decay: the decay is a part of the step, not of the gradient.
 
 Formulas, defaults and results are those of optax; names of hyperparameters are those of the other rules here.  ``mask``
-is a predicate of a parameter, such as ``lambda p: p.ndim > 1``, which leaves out biases and norms.
+is a predicate of a parameter, such as ``lambda p: p.ndim > 1``, which leaves out biases and norms.  It selects the
+parameters that decay, but in `muon` the matrices that are updated by Muon.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def lamb(
     2.75,
     momentum="Decay of the running mean of the gradients of matrices, per step.",
     weight_decay=_DECAY,
-    mask="Predicate of a parameter with two dimensions: whether it is updated by Muon.  By default all of these are.",
+    mask="Predicate that selects the matrices updated by Muon, not the parameters that decay.  By default all are.",
 )
 def muon(
     p: SharedVariable,
@@ -195,12 +196,13 @@ def _norm(value: Variable, c: FormulaContext) -> Variable:
     return c(c.tensor.sqrt((c.tensor.cast(value, dtype) ** 2).sum()))
 
 
-def _orthogonalize(x: Variable, is_tall: bool, c: FormulaContext, epsilon: Scalar) -> Variable:
+def _orthogonalize(x: Variable, is_tall: bool, context: FormulaContext, epsilon: Scalar) -> Variable:
     """Return an approximation of the nearest matrix with orthonormal rows or columns."""
-    a, b, d = map(c, _NEWTON_SCHULZ)
+    a, b, c = map(context, _NEWTON_SCHULZ)
     x = x.T if is_tall else x
-    x = x / (_norm(x, c) + c(epsilon))
+    x = x / (_norm(x, context) + context(epsilon))
+    dot = context.tensor.dot
     for _ in range(5):
-        gram = c.tensor.dot(x, x.T)
-        x = a * x + c.tensor.dot(b * gram + d * c.tensor.dot(gram, gram), x)
+        gram = dot(x, x.T)
+        x = a * x + dot(b * gram + c * dot(gram, gram), x)
     return x.T if is_tall else x
