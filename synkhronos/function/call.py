@@ -111,7 +111,7 @@ class Call(_CallFields, Command):
         return self.bind_to_rank(rank).run()
 
     def bind_to_rank(self, rank: Rank) -> RankCall:
-        """Compile the call's variant if needed, select this rank's rows, and return both; a collective operation.
+        """Compile the variant if needed, and return the call with this rank's rows; a collective operation.
 
         Ranks may wait for each other while they compile, so all call this at the same point of a command.
         """
