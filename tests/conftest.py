@@ -81,7 +81,7 @@ import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
-from library import COMPILER, HOSTS, NAME, UNCOMPILED, fork_ranks, package
+from library import COMPILER, ENVIRONMENT_WITHOUT_COMPILER, HOSTS, NAME, fork_ranks, package
 
 import synkhronos as synk
 from synkhronos import ranks
@@ -232,7 +232,7 @@ def compiler():
 def uncompiled():
     """Start new processes without Theano's C++ compiler, which this process does not use either."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in UNCOMPILED.items():
+        for name, value in ENVIRONMENT_WITHOUT_COMPILER.items():
             patch.setenv(name, value)
         yield
 

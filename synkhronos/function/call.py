@@ -68,7 +68,7 @@ class _CallFields(NamedTuple):
     #: Key of the computation among the ranks' objects.
     computation_key: Any
     variant: Variant
-    #: Whether the ranks may still have to compile the variant.
+    #: Whether ranks may need to compile the variant; False once the master has had a result of it.
     needs_compile: bool
     #: Locations are those of inputs of which every rank reads all rows.
     inputs: tuple[ScatteredInput | ArrayLocation, ...]
@@ -111,9 +111,9 @@ class Call(_CallFields, Command):
         return self.bind_to_rank(rank).run()
 
     def bind_to_rank(self, rank: Rank) -> RankCall:
-        """Return the call on this rank, with its rows selected and its variant compiled.
+        """Compile the variant if needed, and return the call with this rank's rows; a collective operation.
 
-        Compiling may need collectives, so all ranks call this at the same point of a command.
+        Ranks may wait for each other while they compile, so all call this at the same point of a command.
         """
         computation: Computation = rank.get_object(self.computation_key)
         return RankCall(self, computation, self._compile(computation, rank), rank)

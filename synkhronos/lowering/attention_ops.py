@@ -77,7 +77,11 @@ class _AttentionOp(Op):
 
 
 class Attention(_AttentionOp):
-    """Scaled dot-product attention.  Inputs: query, key, value and optionally a mask."""
+    """Scaled dot-product attention.  Inputs: query, key, value and optionally a mask.
+
+    The query, and the output, have the shape (batch, length, heads, width), the key and the value (batch, key length,
+    heads, width).  The mask is of bool and broadcasts to (batch, heads, length, key length); True where attended.
+    """
 
     def make_node(self, *inputs: Any) -> Apply:
         """Return a node for these inputs."""
@@ -95,6 +99,7 @@ class Attention(_AttentionOp):
         scores = by_head[0] @ by_head[1].swapaxes(-1, -2) * pt.cast(scale, dtype)
         if self.is_causal:
             masks = (*masks, pt.arange(scores.shape[3]) <= pt.arange(scores.shape[2])[:, None])
+        # A finite number, the same as JAX's: with -inf the softmax of a row without an attended key would be NaN.
         for allowed in masks:
             scores = pt.switch(allowed, scores, np.asarray(-0.7 * np.finfo("float32").max, dtype))
         attended = pt.special.softmax(scores, axis=-1) @ by_head[2]
@@ -174,7 +179,7 @@ def _compute_attention_vjp(op: Op, query: Array, key: Array, value: Array, *mask
     options: dict[str, Any] = {"scale": op.scale, "is_causal": op.is_causal}
     if masks:
         mask = jnp.broadcast_to(masks[0], (*masks[0].shape[:2], *lengths))
-        # One combined mask, since cuDNN masks causally by another number than by the mask.
+        # cuDNN's causal masking fills scores with another value than its mask does, so both are combined into one mask.
         options |= {"mask": mask & jnp.tril(jnp.ones(lengths, bool)) if op.is_causal else mask, "is_causal": False}
     capability = getattr(jax.local_devices()[0], "compute_capability", None)  # CPUs have none
     if _is_cudnn_supported(query, lengths, bool(masks), capability):

@@ -44,6 +44,7 @@ class BSP(Rule):
     ):
         super().__init__(1, exclude, precision)
         self.average = check_choice(average, "average", ("gradient", "params"))
+        self.averages_gradients = average == "gradient"
         if average == "gradient" and exclude is not None:
             raise ValueError("exclude: expected average='params': gradients can't be excluded")
         if average == "gradient" and precision not in (None, "bfloat16"):
@@ -95,9 +96,10 @@ class LocalSGD(Rule):
     def exchange(self, context: RankContext, state: State) -> None:
         """Average parameters, and average or reset the optimizer's variables."""
         state.vector = self.compute_mean(context, state)
-        if self.state == "average" and state.optimizer.size:
+        treatment = self.state  # `Rule.get_options` reads the attribute by the name of the constructor's argument
+        if treatment == "average" and state.optimizer.size:
             state.optimizer.set(context.all_reduce(state.optimizer.get()))
-        elif self.state == "reset":
+        elif treatment == "reset":
             state.optimizer.set(np.zeros(state.optimizer.size, state.optimizer.dtype))
 
 

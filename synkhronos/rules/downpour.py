@@ -78,12 +78,12 @@ class Downpour(CentreRule):
         rows, own = state.shared_rows, state.own
 
         def push_and_fetch(
-            x: Array, read_centre: Callable[[], Array], base: Array
+            x: Array, get_block: Callable[[], Array], base: Array
         ) -> tuple[Array | None, Array | None, Array]:
             if is_push and is_base_current:
                 return x if is_fetch else None, x, x  # exact: centre + (x - base) could round
             # Invariant: x - base is the sum of the steps that are not pushed yet.
-            centre, steps = read_centre(), x - base
+            centre, steps = get_block(), x - base
             if not is_push:
                 return centre, None, centre - steps
             centre += steps

@@ -21,7 +21,7 @@ class CentreRule(Rule):
     """Base class of rules with a centre: in shared memory, with a counter of exchanges, if they are asynchronous."""
 
     def describe_shared_arrays(self, n_ranks: int, size: int, dtype: np.dtype) -> SharedArrays:
-        """Return the shape and dtype of the centre, and of the counter."""
+        """Return the shape and dtype of the centre, and of "sequence", the number of exchanges so far."""
         return {"centre": ((size,), dtype), "sequence": ((1,), np.int64)} if self.asynchronous else {}
 
     def setup(self, context: RankContext, state: State) -> None:
@@ -101,7 +101,7 @@ class EASGD(CentreRule):
 
     def _exchange_with_centre(self, state: State, alpha: float) -> None:
         """Move the rank and the centre towards each other; the caller has acquired the lock."""
-        state.update_with_shared("centre", lambda x, read_centre: move_together(x, read_centre(), alpha))
+        state.update_with_shared("centre", lambda x, get_block: move_together(x, get_block(), alpha))
 
     def _get_exchanged_vector(self, state: State) -> Any:
         """Return x^i, the vector that is exchanged."""
@@ -116,7 +116,7 @@ class EASGD(CentreRule):
 
     def resize_states(self, states: list[dict[str, Any]], n_ranks: int) -> list[dict[str, Any]]:
         """Keep the centre and the first ranks; additional ones start at the centre, with zero optimizer variables."""
-        first = states[0]
+        first = states[0]  # its "since" is the number of steps since the last exchange
         centre = first["own"]["centre"] if "centre" in first["own"] else first["shared"]["centre"]
         fresh = {**first, "params": centre.copy(), "optimizer": np.zeros_like(first["optimizer"]), "since": 0}
         return [states[r] if r < len(states) else fresh for r in range(n_ranks)]

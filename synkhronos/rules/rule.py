@@ -46,9 +46,13 @@ class Rule:
     ----------
     asynchronous : bool
         Whether each rank takes batches and exchanges at its own pace, without waiting for others.
+    averages_gradients : bool
+        Whether all ranks take the same steps by the mean of their gradients, as `BSP` does by default.  A trainer then
+        calls no `exchange`.
     """
 
     asynchronous: bool = False
+    averages_gradients: bool = False
     period: Period = 1
     exclude: Exclude = None
     precision: str | None = None

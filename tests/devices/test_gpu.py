@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gpu_commands import ON_GPUS, RNG, needs_jax, needs_real_gpus, run_program
-from library import ARRAYS, NAME, read_results, shared
+from library import GPU_DEVICE, NAME, read_results, shared
 from library import tensor as T
 
 import synkhronos as synk
@@ -27,8 +27,10 @@ class GetGpu(Command):
     def run(self, rank):
         from cuda.core import Device
 
-        ARRAYS.staging.set_current_gpu()
-        return rank.all_gather((ARRAYS.owns(ARRAYS.empty((1,), np.dtype("float32"))), str(Device(0).pci_bus_id)))
+        GPU_DEVICE.staging.set_current_gpu()
+        return rank.all_gather(
+            (GPU_DEVICE.owns(GPU_DEVICE.empty((1,), np.dtype("float32"))), str(Device(0).pci_bus_id))
+        )
 
 
 def get_gpus():
@@ -57,7 +59,7 @@ def test_fork_makes_a_rank_for_each_gpu():
         print(get_array_device(w.container.storage[0]).name, get_array_device(w.container.storage[0]).is_on_gpu)
         synk.close()
     """)
-    assert printed.split() == ["True", "12.0", ARRAYS.name, "True"]
+    assert printed.split() == ["True", "12.0", GPU_DEVICE.name, "True"]
 
 
 @needs_jax
@@ -236,10 +238,10 @@ def test_results_are_fetched_from_the_gpu_once(two_ranks_per_test):
 def test_results_of_any_dtype_and_size_are_fetched(shape, two_ranks_per_test):
     dtypes = ["bool", "uint8", "float16", "int32", "float64", "complex64"]
     expected = [(RNG.random(shape) * 9).astype(dtype) for dtype in dtypes]
-    gpu_arrays = [ARRAYS.from_numpy(array) for array in expected]
+    gpu_arrays = [GPU_DEVICE.from_numpy(array) for array in expected]
     for _ in range(2):
-        fetched = ARRAYS.to_numpy_many([*[array.copy() for array in gpu_arrays], 7])
+        fetched = GPU_DEVICE.to_numpy_many([*[array.copy() for array in gpu_arrays], 7])
         assert fetched.pop() == 7
         for array, value in zip(fetched, expected, strict=True):
             np.testing.assert_array_equal(array, value, strict=True)
-        ARRAYS.staging._fetch_memory.used = 64  # as an interrupt leaves it
+        GPU_DEVICE.staging._fetch_memory.used = 64  # as an interrupt leaves it

@@ -5,7 +5,7 @@ from functools import reduce
 import numpy as np
 import pytest
 from gpu_commands import N_RANKS, ON_GPUS, RNG, make_filled_variable, needs_jax
-from library import ARRAYS, INTERPRETED, NAME, function, shared
+from library import GPU_DEVICE, INTERPRETED, NAME, function, shared
 from library import tensor as T
 
 import synkhronos as synk
@@ -60,7 +60,7 @@ def test_gpu_collectives_accept_every_dtype(fork, dtype, nccl):
         for rank, rows in enumerate(np.array_split(sum(values), N_RANKS)):
             np.testing.assert_allclose(synk.get_value(rank, w), rows)
     # Theano keeps complex numbers on the host.
-    assert ARRAYS.owns(w.container.storage[0]) or NAME == "theano" and kind.kind == "c"
+    assert GPU_DEVICE.owns(w.container.storage[0]) or NAME == "theano" and kind.kind == "c"
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0), (1 << 22,)])
@@ -104,7 +104,7 @@ def test_collectives_leave_results_on_the_gpu(fork):
     fork(N_RANKS)
     w, _ = make_filled_variable("float32")
     for value in (synk.gather(w), synk.gather(w, nd_up=0), synk.reduce(w, "sum", in_place=False)):
-        assert ARRAYS.owns(value) and ARRAYS.is_on_gpu
+        assert GPU_DEVICE.owns(value) and GPU_DEVICE.is_on_gpu
 
 
 def test_collectives_mix_host_and_gpu_variables(fork):
@@ -116,7 +116,9 @@ def test_collectives_mix_host_and_gpu_variables(fork):
     g = synk.function([x], updates=[(gpu_variable, gpu_variable + x.sum())])
     value = np.arange(1.0, 1 + N_RANKS)
     f(value), g(value)
-    assert isinstance(host_variable.container.storage[0], np.ndarray) and ARRAYS.owns(gpu_variable.container.storage[0])
+    assert isinstance(host_variable.container.storage[0], np.ndarray) and GPU_DEVICE.owns(
+        gpu_variable.container.storage[0]
+    )
     for gathered in synk.gather([host_variable, gpu_variable]):
         np.testing.assert_array_equal(gathered, np.stack([value, value], 1))
     synk.all_reduce([gpu_variable, host_variable], "sum")

@@ -19,7 +19,7 @@ from gpu_commands import (
     needs_jax,
     needs_real_gpus,
 )
-from library import ARRAYS, shared
+from library import GPU_DEVICE, shared
 from system import time_limit
 
 import synkhronos as synk
@@ -33,14 +33,14 @@ class ExitWithPending(FailInAllReduce):
     """Command whose all_reduce is still pending at its end, as one rank exits instead of starting it."""
 
     def run(self, rank):
-        communicator = ARRAYS.get_communicator(rank)
+        communicator = GPU_DEVICE.get_communicator(rank)
         communicator.connect(rank.all_gather(communicator.generation))
-        array = ARRAYS.from_numpy(np.ones(1 << 20, "float32"))
+        array = GPU_DEVICE.from_numpy(np.ones(1 << 20, "float32"))
         if rank.number == self.failing_rank:
             threading.Timer(0.5, FAULTS[self.action]).start()
             return None
         communicator.all_reduce(array, "sum")
-        return ARRAYS.rewrap(array)
+        return GPU_DEVICE.rewrap(array)
 
 
 class FailInBlocking(FailInAllReduce):
@@ -54,9 +54,9 @@ class FailInBlocking(FailInAllReduce):
         self.collective = collective
 
     def run(self, rank):
-        communicator, layout = ARRAYS.get_communicator(rank), ((1 << 20,), np.dtype(np.float32))
+        communicator, layout = GPU_DEVICE.get_communicator(rank), ((1 << 20,), np.dtype(np.float32))
         communicator.connect(rank.all_gather(communicator.generation))
-        array, output = ARRAYS.from_numpy(np.ones(*layout)), ARRAYS.empty(*layout)
+        array, output = GPU_DEVICE.from_numpy(np.ones(*layout)), GPU_DEVICE.empty(*layout)
         if rank.number == self.failing_rank:
             time.sleep(0.1)  # the other ranks have started it
             while self.action == "wait":
@@ -77,7 +77,9 @@ class FailInBlocking(FailInAllReduce):
                 array, "sum", rank.master_rank, output if rank.is_master else None, layout, range(rank.size)
             )
         else:
-            communicator.all_gather(array, [layout] * rank.size, [ARRAYS.slice_items(output, 0, layout[0])] * rank.size)
+            communicator.all_gather(
+                array, [layout] * rank.size, [GPU_DEVICE.slice_items(output, 0, layout[0])] * rank.size
+            )
 
 
 @pytest.mark.new_ranks

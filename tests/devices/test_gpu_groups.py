@@ -15,7 +15,7 @@ from gpu_commands import (
     is_gpu_array_equal,
     needs_jax,
 )
-from library import ARRAYS
+from library import GPU_DEVICE
 from system import time_limit
 
 import synkhronos as synk
@@ -29,10 +29,10 @@ def all_reduce_in_groups(context, members, dtype):
     own_members = members if context.number in members else [context.number]
     group = context.group(own_members)
     values = {r: (np.arange(1000) % 5 + r).astype(dtype) for r in own_members}
-    array, errors = ARRAYS.from_numpy(values[context.number]), []
+    array, errors = GPU_DEVICE.from_numpy(values[context.number]), []
     for op, combine in (("sum", np.add), ("max", np.maximum), ("prod", np.multiply)):
         result, expected = group.all_reduce(array, op), combine.reduce(list(values.values()), dtype=dtype)
-        if not ARRAYS.can_communicate(np.dtype(dtype), op):  # through host memory
+        if not GPU_DEVICE.can_communicate(np.dtype(dtype), op):  # through host memory
             errors += [] if isinstance(result, np.ndarray) and np.array_equal(result, expected) else [op]
         elif not is_gpu_array_equal(result, expected):
             errors.append(op)
@@ -53,7 +53,7 @@ def send_around(context, n, dtype):
     """Send arrays from rank to rank, with other messages and collectives between them; return the errors found."""
     target, source = (context.number + 1) % context.size, (context.number - 1) % context.size
     values, source_values = ((np.arange(n) % 100 + r).astype(dtype) for r in (context.number, source))
-    array, errors = ARRAYS.from_numpy(values), []
+    array, errors = GPU_DEVICE.from_numpy(values), []
     for turn in range(2):
         context.send(turn, target)
         if context.number == 0:
@@ -81,7 +81,7 @@ def send_every_dtype(context):
     """Send an array of each dtype to the other rank, and back; return the arrays received on rank 0."""
     received = []
     for dtype in ("int8", "uint32", "int64", "float16", "float32", "bfloat16"):
-        array = context.receive(0) if context.number else ARRAYS.as_array(np.arange(200_000) % 100).astype(dtype)
+        array = context.receive(0) if context.number else GPU_DEVICE.as_array(np.arange(200_000) % 100).astype(dtype)
         context.send(array, 1 - context.number)
         if context.number == 0:
             back = context.receive(1)
@@ -97,7 +97,7 @@ def test_send_and_receive_accept_every_dtype_between_gpus(two_ranks_per_test):
 
 
 def send_to_each_other(context):
-    context.send(ARRAYS.from_numpy(np.ones(1 << 20, "float32")), 1 - context.number)
+    context.send(GPU_DEVICE.from_numpy(np.ones(1 << 20, "float32")), 1 - context.number)
     return context.receive(1 - context.number)
 
 
@@ -112,7 +112,7 @@ def test_send_deadlock_is_detected(two_ranks_per_test):
 
 def fail_in_group_or_pair(context, action, place, failing_rank):
     """Use a group and a pair of ranks twice; the second time, one rank fails instead of calling NCCL."""
-    group, array = context.group([0, 1]), ARRAYS.from_numpy(np.ones(1 << 20, "float32"))
+    group, array = context.group([0, 1]), GPU_DEVICE.from_numpy(np.ones(1 << 20, "float32"))
 
     def communicate(where):
         if where == "group":
@@ -131,7 +131,7 @@ def fail_in_group_or_pair(context, action, place, failing_rank):
     for where in ("group", "send", "receive"):
         communicate(where)
     if context.number == failing_rank:
-        over_nccl = ARRAYS.get_group_communicator(context._rank, (0, 1))
+        over_nccl = GPU_DEVICE.get_group_communicator(context._rank, (0, 1))
         over_nccl.all_reduce = over_nccl.send = over_nccl.receive = leave
     elif action == "wait":
         threading.Timer(0.5, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
@@ -184,7 +184,7 @@ def all_reduce_in_a_group(context, action):
     if context.number == 2:
         time.sleep(0.5)
         FAULTS[action]()
-    group, array = context.group([0, 1]), ARRAYS.from_numpy(np.ones(1 << 20, "float32"))
+    group, array = context.group([0, 1]), GPU_DEVICE.from_numpy(np.ones(1 << 20, "float32"))
     while True:
         group.all_reduce(array)
 
@@ -203,8 +203,8 @@ def test_group_notices_failures_of_other_ranks(fork, action):
 def abort_pair(context, aborting_rank):
     """Abort the pair's connection on one rank; then rank 0 sends."""
     if context.number == aborting_rank:
-        ARRAYS.get_group_communicator(context._rank, (0, 1))._connection.abort()
-    array = ARRAYS.from_numpy(np.ones(1 << 20, "float32"))
+        GPU_DEVICE.get_group_communicator(context._rank, (0, 1))._connection.abort()
+    array = GPU_DEVICE.from_numpy(np.ones(1 << 20, "float32"))
     if context.number == 0:
         context.send(array, 1)
     else:

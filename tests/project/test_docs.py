@@ -223,6 +223,9 @@ def test_contributing_first_change_works(fork, monkeypatch):
     (added,) = eval(f"{{{row}}}", names).items()
     monkeypatch.setitem(REDUCE_OPS, *added)
     names["test_hypot"](fork)
+    monkeypatch.syspath_prepend(ROOT / "tests" / "programs")
+    test_rank_programs = importlib.import_module("test_rank_programs")
+    test_rank_programs.test_program_all_reduce_accepts_all_ops(2)  # it reads the table, and needs no change
     (documented,) = re.findall(r'^ +(``"hypot"`` .*\n)', page, re.MULTILINE)
     before, gather, after = re.split(r'^(``"gather"``.*\n)', FUNCTIONS.read_text(), flags=re.MULTILINE)
     assert list_documented_ops(before + gather + documented + after.replace(documented, "")) == list(REDUCE_OPS)

@@ -9,7 +9,7 @@ import types
 
 import numpy as np
 import pytest
-from library import DEVICE, NAME, UNCOMPILED, tensor
+from library import DEVICE, ENVIRONMENT_WITHOUT_COMPILER, NAME, tensor
 
 import synkhronos as synk
 from synkhronos.function.dispatcher import Dispatcher
@@ -221,7 +221,7 @@ def test_digest_does_not_depend_on_the_hash_seed(write, tmp_path):
     digests = [
         subprocess.run(
             [sys.executable, "-c", textwrap.dedent(program)],
-            env={**os.environ, **UNCOMPILED, "PYTHONPATH": path, "PYTHONHASHSEED": seed},
+            env={**os.environ, **ENVIRONMENT_WITHOUT_COMPILER, "PYTHONPATH": path, "PYTHONHASHSEED": seed},
             check=True,
             capture_output=True,
             text=True,

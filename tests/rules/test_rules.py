@@ -8,7 +8,7 @@ import pytest
 import rule_programs as programs
 from hypothesis import given
 from hypothesis import strategies as st
-from library import ARRAYS, DEVICE, NAME, XLA, fork_ranks, limit_examples, shared
+from library import DEVICE, GPU_DEVICE, NAME, XLA, fork_ranks, limit_examples, shared
 
 import synkhronos as synk
 from synkhronos import rules
@@ -460,9 +460,9 @@ def test_rule_repr_makes_an_equal_rule():
 def test_unflatten_moves_variables_to_the_device(n_ranks):
     # Theano-MPI's classes create vels2 from NumPy arrays; on a GPU each step would write them through host memory.
     vector, values = FlatVariables(shareds := make_variables()), np.arange(float(D))
-    vector.set(ARRAYS.from_numpy(values))
-    assert all(ARRAYS.owns(variable.container.storage[0]) for variable in shareds)
+    vector.set(GPU_DEVICE.from_numpy(values))
+    assert all(GPU_DEVICE.owns(variable.container.storage[0]) for variable in shareds)
     np.testing.assert_array_equal(vector.get_on_host(), values)
     vector.set(values[::-1].copy())  # values from the host do not move the variables
-    assert all(ARRAYS.owns(variable.container.storage[0]) for variable in shareds)
+    assert all(GPU_DEVICE.owns(variable.container.storage[0]) for variable in shareds)
     np.testing.assert_array_equal(vector.get_on_host(), values[::-1])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from library import ARRAYS, DEVICE, NAME, read_results, shared
+from library import DEVICE, GPU_DEVICE, NAME, read_results, shared
 from library import tensor as T
 
 import synkhronos as synk
@@ -84,7 +84,7 @@ def check_ranks_work():
 
 def is_gpu_array_equal(value, expected):
     """Return whether a value is an array on the GPU with these elements."""
-    return bool(ARRAYS.owns(value)) and np.array_equal(np.asarray(value), expected)
+    return bool(GPU_DEVICE.owns(value)) and np.array_equal(np.asarray(value), expected)
 
 
 class FailInAllReduce(Command):
@@ -164,11 +164,11 @@ def compute_digest(*arrays):
 
 def exchange_arrays(context):
     """Exchange an array on the GPU with the other rank, and all-reduce it; return an element of each result."""
-    array = ARRAYS.from_numpy(np.arange(30_000, dtype="float32") + context.number)
+    array = GPU_DEVICE.from_numpy(np.arange(30_000, dtype="float32") + context.number)
     if context.number == 0:
         context.send(array, 1)
     received = context.receive(1 - context.number)
     if context.number == 1:
         context.send(array, 0)
     total = context.group([0, 1]).all_reduce(array, "sum")
-    return [float(ARRAYS.to_numpy(array)[7]) for array in (array, received, total) if ARRAYS.owns(array)]
+    return [float(GPU_DEVICE.to_numpy(array)[7]) for array in (array, received, total) if GPU_DEVICE.owns(array)]

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from library import UNCOMPILED
+from library import ENVIRONMENT_WITHOUT_COMPILER
 from paths import ROOT, SUPPORT
 from system import is_alive
 
@@ -25,7 +25,7 @@ from synkhronos.launcher.supervision import supervisor
 ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if not name.startswith("SYNKHRONOS_")},
     "PYTHONPATH": f"{ROOT}{os.pathsep}{SUPPORT}",
-    **UNCOMPILED,
+    **ENVIRONMENT_WITHOUT_COMPILER,
 }
 
 

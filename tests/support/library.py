@@ -27,7 +27,7 @@ grad = package.grad
 COMPILER = package.config.cxx
 #: Environment of new processes without Theano's C++ compiler: each would first scan all modules that it
 #: has ever compiled.
-UNCOMPILED = {
+ENVIRONMENT_WITHOUT_COMPILER = {
     "THEANO_FLAGS": f"{os.environ.get('THEANO_FLAGS', '')},cxx=".lstrip(","),
     "PYTHONWARNINGS": "ignore::UserWarning:theano.configdefaults",  # the warning "g++ not detected"
 }
@@ -40,7 +40,7 @@ DEVICE = os.environ.get("SYNKHRONOS_TEST_DEVICE", "host")
 #: Whether XLA compiles: arrays are JAX's, outputs are lazy, and rounding differs.
 XLA = DEVICE != "host" and NAME == "pytensor"
 #: The device of this library's arrays on GPUs.
-ARRAYS = PYGPU if NAME == "theano" else JAX
+GPU_DEVICE = PYGPU if NAME == "theano" else JAX
 #: Mode of functions with Ops in Python; Python's linker supports no GPU.
 INTERPRETED = None if DEVICE == "gpu" and NAME == "theano" else "FAST_COMPILE"
 
@@ -71,7 +71,7 @@ def limit_examples(most):
 
 def is_array(value):
     """Return whether a value is an array, or with XLA a result that is read later."""
-    return isinstance(value, np.ndarray | Result) or ARRAYS.owns(value)
+    return isinstance(value, np.ndarray | Result) or GPU_DEVICE.owns(value)
 
 
 def read_results(results):
@@ -85,19 +85,19 @@ def assert_same(actual, expected):
     """Compare to the last bit, or with a tolerance if two compilers were used."""
     kind = np.asarray(expected).dtype
     if DEVICE != "host" and kind.kind in "fc":
-        few_bits = 16 * float(np.finfo(kind).eps)
-        np.testing.assert_allclose(actual, expected, rtol=few_bits, atol=few_bits)
+        tolerance = 16 * float(np.finfo(kind).eps)
+        np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance)
     else:
         np.testing.assert_array_equal(actual, expected)
 
 
 __all__ = [
-    "ARRAYS",
+    "GPU_DEVICE",
     "COMPILER",
     "DEVICE",
     "INTERPRETED",
     "NAME",
-    "UNCOMPILED",
+    "ENVIRONMENT_WITHOUT_COMPILER",
     "XLA",
     "limit_examples",
     "fork_ranks",

@@ -32,10 +32,11 @@ ALL = {
     "GoSGD": (lambda: rules.GoSGD(0.5), sgd),
     "Swap": (lambda: rules.Swap(3), sgd),
 }
+#: Rules under which the result does not depend on the ranks' timing.
 SYNCHRONOUS = ["BSP", "BSP of parameters", "LocalSGD", "PostLocal", "SlowMo", "DiLoCo", "EASGD together", "Swap"]
 if XLA:  # a rule takes seconds to compile
     ALL = {name: ALL[name] for name in ("BSP", "LocalSGD", "DiLoCo", "EASGD", "EAMSGD", "ASGD", "GoSGD")}
-    SYNCHRONOUS = ["LocalSGD"]
+    SYNCHRONOUS = ["LocalSGD"]  # one is enough for the tests that run every one of them
 
 
 class Model:

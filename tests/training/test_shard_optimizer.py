@@ -159,6 +159,19 @@ def test_shard_optimizer_state_is_set_from_whole_arrays(n_ranks, shards):
         other.set_optimizer_state([])
 
 
+def test_shard_optimizer_state_is_set_for_all_sharded_variables(n_ranks):
+    if n_ranks == 1:
+        pytest.skip("one rank has the whole state")
+    train = ThreeDtypeRegression().train_by(u.adam, shard_optimizer=True)
+    train(X, Y)
+    before = train.get_optimizer_state()
+    others = [variable for variable in train._graph.optimizer_state if variable.name != "w_m"]
+    vector = train.get_state_vector(others)
+    with pytest.raises(ValueError, match=r"^whole_variables: expected all sharded variables; missing: \['w_m'\]"):
+        train.set_state_vector(others, vector)
+    assert_equal(train.get_optimizer_state(), before)
+
+
 def train_adam(folder, epochs, shards, resume=None):
     problem = ThreeDtypeRegression()
     trainer = make_trainer(

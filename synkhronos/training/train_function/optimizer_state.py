@@ -19,17 +19,21 @@ from synkhronos.variable_types import SharedVariable
 class OptimizerState:
     """Access to the variables of an update rule as whole arrays.
 
-    ``shareds`` are the variables of the unsharded optimizer, and keys of ``sharded_variables``.  ``n_ranks`` is the
-    number of ranks that have shards; None if all variables are equal on all ranks.  ``variables`` are the variables
+    ``whole_variables`` are the variables of the unsharded optimizer, and keys of ``sharded_variables``.  ``n_ranks`` is
+    the number of ranks that have shards; None if all variables are equal on all ranks.  ``variables`` are the variables
     that ranks update.  For a sharded variable this is the rank's shard.
     """
 
     def __init__(
-        self, shareds: Sequence[SharedVariable], sharded_variables: Mapping[Any, ShardedVariable], n_ranks: int | None
+        self,
+        whole_variables: Sequence[SharedVariable],
+        sharded_variables: Mapping[Any, ShardedVariable],
+        n_ranks: int | None,
     ):
-        self._shareds, self._sharded_variables, self.n_ranks = list(shareds), dict(sharded_variables), n_ranks
+        self._whole_variables, self._sharded_variables = list(whole_variables), dict(sharded_variables)
+        self.n_ranks = n_ranks
         self.variables = [
-            sharded_variables[shared].shard if shared in sharded_variables else shared for shared in shareds
+            sharded_variables[shared].shard if shared in sharded_variables else shared for shared in whole_variables
         ]
         self._session: ranks.Session | None = None
 
@@ -71,44 +75,51 @@ class OptimizerState:
             )
         return self.__dict__
 
-    def gather_values(self, shareds: Sequence[SharedVariable] | None = None) -> list[np.ndarray]:
+    def gather_values(self, whole_variables: Sequence[SharedVariable] | None = None) -> list[np.ndarray]:
         """Return the whole values of variables of the unsharded optimizer, by default of all."""
         self.ensure_scattered()
         return [
             self._gather(self._sharded_variables[shared])
             if shared in self._sharded_variables
             else np.array(shared.get_value())
-            for shared in (self._shareds if shareds is None else shareds)
+            for shared in (self._whole_variables if whole_variables is None else whole_variables)
         ]
 
-    def distribute_values(self, values: Sequence[np.ndarray], shareds: Sequence[SharedVariable] | None = None) -> None:
-        """Set variables of the unsharded optimizer, by default all.  ``shareds`` must include all sharded ones."""
+    def set_values(self, values: Sequence[np.ndarray], whole_variables: Sequence[SharedVariable] | None = None) -> None:
+        """Set variables of the unsharded optimizer on all ranks, by default all.
+
+        ValueError is raised if a sharded variable is missing, as its shards would keep the values of another session.
+        """
+        whole_variables = self._whole_variables if whole_variables is None else whole_variables
+        missing = [shared.name for shared in self._sharded_variables if shared not in set(whole_variables)]
+        if missing:
+            raise ValueError(f"whole_variables: expected all sharded variables; missing: {missing}")
         self.ensure_scattered(caller_sets_all=True)
-        for shared, value in zip(self._shareds if shareds is None else shareds, values, strict=True):
+        for shared, value in zip(whole_variables, values, strict=True):
             if shared in self._sharded_variables:
                 self._scatter(self._sharded_variables[shared], value)
             else:
                 broadcast(shared, value)
 
-    def get_vector(self, shareds: Sequence[SharedVariable]) -> np.ndarray:
+    def get_vector(self, whole_variables: Sequence[SharedVariable]) -> np.ndarray:
         """Return the concatenated values of variables, in the widest of their dtypes."""
-        values = self.gather_values(shareds)
+        values = self.gather_values(whole_variables)
         dtype = np.result_type(*(value.dtype for value in values)) if values else np.dtype(np.float32)
         return np.concatenate([np.zeros(0, dtype), *(np.ravel(value).astype(dtype, copy=False) for value in values)])
 
-    def set_vector(self, shareds: Sequence[SharedVariable], vector: np.ndarray) -> None:
-        """Set variables from a result of `get_vector`.  ``shareds`` has to include all sharded variables."""
-        shapes = [get_shape(shared) for shared in shareds]
+    def set_vector(self, whole_variables: Sequence[SharedVariable], vector: np.ndarray) -> None:
+        """Set variables from a result of `get_vector`, as `set_values` does."""
+        shapes = [get_shape(shared) for shared in whole_variables]
         pieces = np.split(vector, np.cumsum([int(np.prod(shape)) for shape in shapes])[:-1]) if shapes else []
         values = [
             piece.astype(shared.type.dtype).reshape(shape)
-            for piece, shared, shape in zip(pieces, shareds, shapes, strict=True)
+            for piece, shared, shape in zip(pieces, whole_variables, shapes, strict=True)
         ]
-        self.distribute_values(values, shareds)
+        self.set_values(values, whole_variables)
 
-    def unshard_variables(self, shareds: Sequence[SharedVariable]) -> None:
-        """Set the sharded variables among ``shareds`` to their whole values, on each rank that has a copy."""
-        for shared in shareds:
+    def gather_into_whole_variables(self, whole_variables: Sequence[SharedVariable]) -> None:
+        """Set those variables that are sharded to their whole values, on each rank with a copy; the shards remain."""
+        for shared in whole_variables:
             if shared in self._sharded_variables:
                 value = self._gather(self._sharded_variables[shared])
                 shared.set_value(value)

@@ -97,7 +97,8 @@ class StepCommand(_StepCommandFields, Command):
                 plan = self.all_reduce.agree_on_plan(rank)
                 plan.all_reduce(rank, self.op)
                 plan.wait_until_started(rank)
-        return loss, rank.run_on_all_or_no_rank(update.run, self.update.needs_compile)
+        # Ranks wait for each other while they compile.
+        return loss, rank.run_on_all_or_no_rank(update.run, is_collective=self.update.needs_compile)
 
     @property
     def op(self) -> str:

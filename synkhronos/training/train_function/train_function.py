@@ -94,44 +94,48 @@ class TrainFunction:
 
     def _compile(self, graph: TrainingGraph) -> None:
         """Make the functions, and the variables of a sharded optimizer, for the present number of ranks."""
-        rule, self._n_tail = append_averaged_updates(graph.rule_updates, graph.extra_updates, graph.x[0])
-        shards, n_ranks = None, ranks.get_session().size
+        rule_updates, self._n_tail = append_averaged_updates(graph.rule_updates, graph.extra_updates, graph.x[0])
+        sharded_updates, n_ranks = None, ranks.get_session().size
         if graph.options.shard_optimizer and n_ranks > 1:
-            shards = ShardedUpdates(rule, graph.params, n_ranks, get_rule_name(graph.update_rule))
-            rule = RuleUpdates(shards.grad_updates, shards.local_updates, shards.grad_shared)
-        grad_shared = rule.grad_shared
+            sharded_updates = ShardedUpdates(rule_updates, graph.params, n_ranks, get_rule_name(graph.update_rule))
+            rule_updates = RuleUpdates(
+                sharded_updates.grad_updates, sharded_updates.local_updates, sharded_updates.grad_shared
+            )
+        grad_shared = rule_updates.grad_shared
         inputs = [*graph.x, *graph.y]
         self.gradient = function(
             [] if graph.sliceable else inputs,
             graph.outputs[0] if graph.weight is None else graph.outputs,
             # Slices may have different numbers of rows.  Each gradient is multiplied by its rows, so that they add up.
             updates=[
-                (grad_shared, rule.grad_updates[grad_shared], "sum"),
+                (grad_shared, rule_updates.grad_updates[grad_shared], "sum"),
                 *(
                     (u.shared, u.expression, u.slice_op)
                     for u in graph.extra_updates
-                    if u.shared not in rule.param_updates
+                    if u.shared not in rule_updates.param_updates
                 ),
             ],
             givens=list(zip(inputs, graph.sliceable, strict=False)),
             sliceable_shareds=graph.sliceable,
             name="train_gradient",
         )
-        self.update = function([], updates=rule.param_updates, name="train_update")
+        self.update = function([], updates=rule_updates.param_updates, name="train_update")
         self._updates = [self.update]
-        if shards is not None:
-            self._updates.append(function([], updates=shards.whole_updates, name="train_gather"))
+        if sharded_updates is not None:
+            self._updates.append(function([], updates=sharded_updates.whole_updates, name="train_gather"))
         zeros = get_library(grad_shared).tensor.zeros_like(grad_shared)
         self._clear = function([], updates=[(grad_shared, zeros)], name="train_clear")
         # These attributes follow the functions: deepcopy copies in order, and functions have to copy the variables.
         self.grad_shared = grad_shared
-        sharded_variables = {} if shards is None else shards.sharded_variables
-        self._optimizer = OptimizerState(graph.optimizer_state, sharded_variables, n_ranks if shards else None)
+        sharded_variables = {} if sharded_updates is None else sharded_updates.sharded_variables
+        self._optimizer = OptimizerState(graph.optimizer_state, sharded_variables, n_ranks if sharded_updates else None)
         self.optimizer_state = self._optimizer.variables
         self._sharding: _Sharding | None = None
-        if shards is not None:
+        if sharded_updates is not None:
             state_shards = [variable.shard for variable in sharded_variables.values()]
-            self._sharding = _Sharding(shards.row, shards.rank_number, state_shards, shards.gathers_gradient)
+            self._sharding = _Sharding(
+                sharded_updates.row, sharded_updates.rank_number, state_shards, sharded_updates.gathers_gradient
+            )
 
     def get_state_vector(self, shareds: Sequence[SharedVariable]) -> np.ndarray:
         """Return whole values of variables of the rule: see `OptimizerState.get_vector`."""
@@ -149,7 +153,7 @@ class TrainFunction:
         With `shard_optimizer` each rank has a part of the averages.  This method is then a collective: it sets the
         returned variables to the current averages on all ranks.
         """
-        self._optimizer.unshard_variables(self._graph.ema or ())
+        self._optimizer.gather_into_whole_variables(self._graph.ema or ())
         return self._graph.ema
 
     def get_optimizer_state(self) -> list[np.ndarray]:
@@ -185,7 +189,7 @@ class TrainFunction:
             if array.shape != get_shape(shared):
                 raise ValueError(f"values: {name} has shape {get_shape(shared)}, got {array.shape}")
             arrays.append(array.astype(dtype))
-        self._optimizer.distribute_values(arrays)
+        self._optimizer.set_values(arrays)
 
     def __call__(
         self,

@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 from synkhronos.function import Function, function
-from synkhronos.rules import BSP, Rule
+from synkhronos.rules import Rule
 from synkhronos.training.checkpoints.rank_state import RankStateSpec
 from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
 from synkhronos.training.monitoring.validation_metrics import Metric
@@ -47,7 +47,7 @@ class CompiledModel:
         self.validation = _compile_validation(graph, metrics) if metrics else None
         self.joint_step: TrainFunction | None = None
         self.local_step: Function | None = None
-        if isinstance(rule, BSP) and rule.average == "gradient":
+        if rule.averages_gradients:
             self.joint_step = TrainFunction(graph, rule.precision)
         else:
             self.local_step = _compile_local_step(graph)

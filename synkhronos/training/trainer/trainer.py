@@ -396,7 +396,7 @@ def make_trainer(
         if update_rule_kwargs.setdefault("momentum", rule.momentum) != rule.momentum:
             raise ValueError(f"momentum: EAMSGD has {rule.momentum}, got {update_rule_kwargs['momentum']!r}")
     options = StepOptions(clip_norm, num_slices, ema, validate_ema, loss_scale, shard_optimizer)
-    if not (isinstance(rule, BSP) and rule.average == "gradient"):
+    if not rule.averages_gradients:
         for name in options.non_defaults:
             raise ValueError(f"{name}: needs the exchange rule BSP() on gradients, got {rule!r}")
     schedule = as_schedule(learning_rate)
