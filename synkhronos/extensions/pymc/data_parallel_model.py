@@ -33,8 +33,7 @@ from pytensor.tensor.elemwise import Elemwise
 from pytensor.tensor.math import Sum
 
 from synkhronos import ranks
-from synkhronos.devices import NUMPY, get_rank_device
-from synkhronos.extensions.chains import find_chain, measure_evaluation_rate
+from synkhronos.extensions.chains import can_fork_computation, find_chain, measure_evaluation_rate
 from synkhronos.extensions.pymc import chain_servers
 from synkhronos.extensions.pymc.logistic import simplify_logistic
 from synkhronos.extensions.pymc.row_restrictor import NotRowwiseError, RowRestrictor
@@ -139,9 +138,8 @@ class DataParallelModel(pm.Model):
         result is logged.
         """
         session = ranks.get_session()
-        if (
-            chains == 1 or get_rank_device(session.rank) is not NUMPY
-        ):  # the master samples one chain at a time, on all ranks
+        if chains == 1 or not can_fork_computation(session):
+            # The master samples one chain at a time, on all ranks.
             chains, rank_counts = 1, [session.size]
         else:
             share = max(1, len(session.rank.local_ranks) // chains)

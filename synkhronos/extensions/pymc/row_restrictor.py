@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, KeysView
 from functools import partial, reduce
 from typing import Any
@@ -76,7 +77,7 @@ class RowRestrictor:
         self._restricted: dict[tuple[Any, int], Any] = {}
         self._placeholders: dict[Any, Any] = {}
         self._values: dict[Any, Any] = {}
-        self._data: dict[Any, ComputedRows | None] = {}
+        self._data: dict[Any, tuple[ComputedRows, tuple[int, ...]] | None] = {}
         self._row_numbers = pt.constant(np.arange(length))
 
     def restrict(self, variable: Variable, axis: int) -> Any:
@@ -239,8 +240,8 @@ class RowRestrictor:
             and any(isinstance(v.type, TensorType) and self.length in np.shape(v.data) for v in leaves)
         )
 
-    def _find_data(self, variable: Variable) -> ComputedRows | None:
-        """Return the values of a variable that is data or computed from data only; None if it is neither.
+    def _find_data(self, variable: Variable) -> tuple[ComputedRows, tuple[int, ...]] | None:
+        """Return the values of a variable that is data or computed from data only, and their shape; else None.
 
         They are computed when rows are sent, and not by the ranks at each evaluation.  Values with more elements than
         the data from which they are computed would take much memory: None as well.
@@ -249,33 +250,34 @@ class RowRestrictor:
             self._data[variable] = self._make_data(variable)
         return self._data[variable]
 
-    def _make_data(self, variable: Variable) -> ComputedRows | None:
+    def _make_data(self, variable: Variable) -> tuple[ComputedRows, tuple[int, ...]] | None:
         leaves = list_leaves([variable])
         if not all(isinstance(leaf, Constant) or is_shared_array(leaf) for leaf in leaves):
             return None
         if variable.owner is None:
             source = variable.data if isinstance(variable, Constant) else variable
-            return ComputedRows([source], partial(get_values, source))
+            return ComputedRows([source], partial(get_values, source)), np.shape(get_values(source))
         shareds = list(filter(is_shared_array, leaves))
         if not shareds or _is_uninitialized(variable):
             return None
         data = ComputedRows(shareds, _compile_data(variable))
-        return data if np.size(data.compute()) <= sum(np.size(get_values(shared)) for shared in shareds) else None
+        shape = np.shape(data.compute())
+        return (data, shape) if math.prod(shape) <= sum(np.size(get_values(shared)) for shared in shareds) else None
 
     def _has_data_rows(self, variable: Variable, axis: int) -> bool:
         """Whether a variable is computed from data only, and `axis` has the number of rows."""
-        data = self._find_data(variable)
-        return data is not None and np.shape(data.compute())[axis] == self.length
+        found = self._find_data(variable)
+        return found is not None and found[1][axis] == self.length
 
     def _restrict_data(self, variable: Variable, axis: int) -> Any:
         """Replace a constant or shared array, or a variable that is computed from these, by an input for its rows."""
-        data = self._find_data(variable)
-        if data is None:
+        found = self._find_data(variable)
+        if found is None:
             if self.allow_row_parameters and variable.type.shape[axis] in (None, self.length):
                 row_numbers = self.restrict(self._row_numbers, 0)
                 return variable[(*[slice(None)] * axis, row_numbers)]
             raise NotRowwiseError(f"{describe_variable(variable)} has an element for each row, but is not data")
-        shape = np.shape(data.compute())
+        data, shape = found
         if shape[axis] != self.length:
             raise NotRowwiseError(f"{describe_variable(variable)} has shape {shape}, but there are {self.length} rows")
         # An array that is passed twice is sent once.  PyTensor merges equal constants, too, so that they cancel.

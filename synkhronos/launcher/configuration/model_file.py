@@ -31,9 +31,8 @@ def find_module(path_or_module: str, class_name: str, folders: Sequence[str]) ->
         classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
         raise SettingsError(f"modelclass: {path} has no {class_name!r}: it has {', '.join(classes) or 'no class'}")
     name_parts = path.relative_to(folder).with_suffix("").parts
-    if any(
-        "." in part for part in name_parts[:-1]
-    ):  # a folder with a dot in its name can't be a package: import the file alone
+    if any("." in part for part in name_parts[:-1]):
+        # A folder with a dot in its name can't be a package: import the file alone.
         folder, name_parts = path.parent, name_parts[-1:]
     if "." in name_parts[-1]:
         raise SettingsError(f"modelfile: {path}: a module's name can't contain a dot: rename the file")
