@@ -21,7 +21,7 @@ _COMMANDS = {
     "check": (" MODEL:CLASS", "list missing methods of a class, and train it for three steps", "launcher.check_model"),
     "show": (" RUN...", "draw the curves of recorded runs, or a timeline", "training.monitoring.show_command"),
     "doctor": ("", "list cores, GPUs and packages, and how to install missing ones", "launcher.doctor"),
-    "platoon": (" NAME", "run a controller and workers written for Platoon", "compat.platoon.launcher"),
+    "platoon": (" NAME", "run a controller and workers written for Platoon", "platoon.launcher"),
 }
 _PROGRAM = "python -m synkhronos"
 

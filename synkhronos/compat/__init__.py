@@ -16,8 +16,7 @@ The package could be a separate distribution.  Its interface with the rest of Sy
   is a list of one with an input's default value; an Op's ``is_product`` and ``is_single_kernel`` tell
   ``lowering.precision`` which results may be computed in bfloat16.
 
-``import platoon`` imports `platoon`, unless Platoon is installed.  That package starts ranks; no other module here
-imports it.
+``import platoon`` imports ``synkhronos.platoon``, unless Platoon is installed.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 - `find_theano`: ``theano`` on PyTensor.  ``theano.a.b`` is the file ``theano/a/b.py`` of this package, or an entry of
   `RE_EXPORTS`.  Missing modules and names raise errors whose message names them.
-- `find_platoon`: ``platoon``, the package `synkhronos.compat.platoon`.
-- `find_theanompi`: ``theanompi``, with this library's rules.  All else is imported from the user's copy of Theano-MPI.
+- `find_platoon`: ``platoon``, the package ``synkhronos.platoon``.
+- `find_theanompi`: ``theanompi``, the package ``synkhronos.theanompi``.  Modules other than its rules are imported from
+  the user's copy of Theano-MPI.
 - `find_shim`: old modules that programs for Theano import, and that are missing today.
 """
 
@@ -33,7 +34,7 @@ _SHIMS = {
     "theano.compat.python2x": _THEANO_FOLDER / "compat" / "python2x.py",
     "theano.tensor.signal.downsample": _THEANO_FOLDER / "tensor" / "signal" / "downsample.py",
 }
-_PLATOON = "synkhronos.compat.platoon"
+_PLATOON = "synkhronos.platoon"
 _IMPORT_FROM_OPCODE = dis.opmap["IMPORT_FROM"]
 #: Function of a module's full name and its package's path that returns the module's spec.
 FindSpec = Callable[[str, Sequence[str] | None], importlib.machinery.ModuleSpec | None]
@@ -131,7 +132,7 @@ def _add_missing_name_errors(module: ModuleType) -> None:
 def find_theanompi(fullname: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
     """Return the spec of ``theanompi``; raise ModuleNotFoundError for modules below it that the user's copy lacks."""
     if fullname == "theanompi":
-        return importlib.util.spec_from_file_location(fullname, _FOLDER / "theanompi" / "__init__.py")
+        return importlib.util.spec_from_file_location(fullname, _FOLDER.parent / "theanompi" / "__init__.py")
     if fullname.startswith("theanompi.") and importlib.machinery.PathFinder.find_spec(fullname, path) is None:
         raise ModuleNotFoundError(
             f"{fullname}: layers, models and data are those of your copy of Theano-MPI: put the folder in which "
@@ -159,15 +160,15 @@ def find_platoon(fullname: str, path: Sequence[str] | None) -> importlib.machine
             return None
     elif sys.modules[head] is not sys.modules.get(_PLATOON):
         return None
-    target_spec = importlib.util.find_spec(f"synkhronos.compat.{fullname}")
+    target_spec = importlib.util.find_spec(f"synkhronos.{fullname}")
     if target_spec is None:
-        raise ModuleNotFoundError(f"synkhronos.compat has no module {fullname}", name=fullname)
+        raise ModuleNotFoundError(f"synkhronos has no module {fullname}", name=fullname)
     is_package = target_spec.submodule_search_locations is not None
     return importlib.machinery.ModuleSpec(fullname, _AliasLoader(), is_package=is_package)
 
 
 def replace_platoon() -> None:
-    """Import `synkhronos.compat.platoon` as ``platoon`` from now on, even if Platoon is installed."""
+    """Import ``synkhronos.platoon`` as ``platoon`` from now on, even if Platoon is installed."""
     sys.modules["platoon"] = importlib.import_module(_PLATOON)
 
 
@@ -176,7 +177,7 @@ class _AliasLoader(importlib.abc.Loader):
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         """Return the module of this package, to which both names refer."""
-        return importlib.import_module(f"synkhronos.compat.{spec.name}")
+        return importlib.import_module(f"synkhronos.{spec.name}")
 
     def exec_module(self, module: ModuleType) -> None:
         """Do nothing: `create_module` has run the module's code."""

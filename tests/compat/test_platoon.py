@@ -19,7 +19,7 @@ from library import NAME
 from paths import SUPPORT
 from system import wait_until, wait_until_empty
 
-from synkhronos.compat.platoon import launcher
+from synkhronos.platoon import launcher
 
 PROGRAMS = SUPPORT / "platoon_programs"
 #: PyTensor's functions are compiled by XLA, as on GPUs.

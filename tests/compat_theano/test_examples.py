@@ -23,11 +23,10 @@ NAMES = {"T": T, "conv": conv, "np": np, "pool": pool, "pt": pytensor.tensor, "p
 
 
 def list_modules():
-    """Return the names of all modules, those of the tree by the names that programs see."""
+    """Return the names of all modules, those of Theano by the names that programs see."""
     for file in sorted(ROOT.rglob("*.py")):
         parts = list(file.relative_to(ROOT).with_suffix("").parts)
-        head = ["theano"] if parts[0] == "tree" else ["synkhronos", "compat"]
-        parts = parts[1:] if parts[0] == "tree" else parts
+        head = [] if parts[0] == "theano" else ["synkhronos", "compat"]
         yield ".".join(head + (parts[:-1] if parts and parts[-1] == "__init__" else parts))
 
 

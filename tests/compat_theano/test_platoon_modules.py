@@ -21,9 +21,9 @@ from platoon.training.global_dynamics import GlobalDynamics
 from platoon.util import PlatoonError
 from system import run_code, wait_until
 
-from synkhronos.compat.platoon import launcher
-from synkhronos.compat.platoon.channel import batch_queue, sockets
-from synkhronos.compat.platoon.channel.worker_group import Failure, WorkerGroup
+from synkhronos.platoon import launcher
+from synkhronos.platoon.channel import batch_queue, sockets
+from synkhronos.platoon.channel.worker_group import Failure, WorkerGroup
 
 LIMIT = 30
 
@@ -378,10 +378,10 @@ def encode_json(message):
 def test_platoon_module_is_the_same_under_both_names():
     import platoon.channel.worker
 
-    import synkhronos.compat.platoon.channel.worker as same
+    import synkhronos.platoon.channel.worker as same
 
     assert platoon.channel.worker is same and platoon.channel.Worker is same.Worker
-    with pytest.raises(ModuleNotFoundError, match="synkhronos.compat has no module platoon.nothing"):
+    with pytest.raises(ModuleNotFoundError, match="synkhronos has no module platoon.nothing"):
         import platoon.nothing  # noqa: F401
 
 
@@ -400,7 +400,7 @@ def test_installed_platoon_precedes_except_under_the_launcher(tmp_path):
     assert run_code(code, str(tmp_path)) == "installed channel\n"
     code = """
         import sys
-        from synkhronos.compat.platoon.channel.controller_process import run_file
+        from synkhronos.platoon.channel.controller_process import run_file
         run_file(sys.argv[1] + "/main.py", [])
     """
-    assert run_code(code, str(tmp_path)) == "synkhronos.compat.platoon.channel.worker\n"
+    assert run_code(code, str(tmp_path)) == "synkhronos.platoon.channel.worker\n"

@@ -148,7 +148,7 @@ def test_users_copy_of_theano_mpi_provides_layers_but_not_rules(tmp_path):
 
 def test_class_attributes_of_rules_become_settings(tmp_path, monkeypatch):
     from synkhronos import rules
-    from synkhronos.compat.theanompi.rules import BSP
+    from synkhronos.theanompi.rules import BSP
 
     requested = []
     from synkhronos.launcher import launched_run

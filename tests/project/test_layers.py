@@ -31,24 +31,17 @@ LAYERS = [
     {"programs", "timelines"},
     {"rules"},
     {"training"},
-    {"extensions", "launcher", "compat/platoon", "compat/theanompi"},
+    {"extensions", "launcher", "platoon", "theanompi"},
 ]
 LAYER = {package: number for number, packages in enumerate(LAYERS) for package in packages}
-#: Packages within a package that have their own layer, as they have names of other libraries.
-INNER = {"compat/platoon", "compat/theanompi"}
 #: Modules that may import all packages.
 ENTRY_POINTS = {"__init__", "__main__"}
 #: Packages that run programs which may import ``theano``.
-STARTERS = {"__main__", "launcher", *INNER}
+STARTERS = {"__main__", "launcher", "platoon"}
 
 
 def get_package_name(path):
-    return find_package(path.relative_to(PACKAGE).with_suffix("").parts)
-
-
-def find_package(parts):
-    inner = "/".join(parts[:2])
-    return inner if inner in INNER else parts[0]
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
 @functools.cache
@@ -71,7 +64,7 @@ def list_imported_modules(path):
 
 def list_imported_packages(path):
     """Yield the packages that a file imports from."""
-    return (find_package(module.split(".")) for module in list_imported_modules(path))
+    return (module.partition(".")[0] for module in list_imported_modules(path))
 
 
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -94,13 +87,13 @@ def test_imports_go_to_lower_layers(package):
 INNER_LAYERS = {
     "training": "schedules updates train_function monitoring checkpoints loops trainer",
     "launcher": "core_binding configuration model_class supervision rank train check_model doctor launched_run tmlauncher",
-    "compat/platoon": "util configparser param_sync channel training ops worker_process launcher",
+    "platoon": "util configparser param_sync channel training ops worker_process launcher",
 }
 
 
 @pytest.mark.parametrize("package", INNER_LAYERS)
 def test_imports_within_a_package_go_to_lower_layers(package):
-    layers, prefix = INNER_LAYERS[package].split(), f"{package.replace('/', '.')}."
+    layers, prefix = INNER_LAYERS[package].split(), f"{package}."
     files = [path for path in FILES if path.is_relative_to(PACKAGE / package)]
     parts = {path: path.relative_to(PACKAGE / package).with_suffix("").parts[0] for path in files}
     assert set(parts.values()) - {"__init__"} == set(layers)
@@ -114,7 +107,7 @@ def test_imports_within_a_package_go_to_lower_layers(package):
 #: Modules of the package that a file imports by a string, which `list_imported_modules` does not see.
 IMPORTED_BY_STRING = {
     ("__main__.py", "synkhronos."),  # an entry point: it imports the module of the subcommand alone
-    ("compat/import_hooks.py", "synkhronos.compat."),  # its finder gets the name of the module
+    ("compat/import_hooks.py", "synkhronos."),  # its finder gets the name of a module of platoon
     ("rules/rule.py", "synkhronos.launcher.launched_run"),  # a higher layer: Theano-MPI's rules start a launcher
 }
 
@@ -319,7 +312,7 @@ def test_only_array_packages_import_jax_or_pygpu():
         if package in ARRAY_PACKAGES:
             continue
         assert not [module for module in list_imported_modules(path) if GPU_DEVICES.match(module)], path
-        if package not in {"compat", *INNER}:  # their Ops tell PyTensor how to translate them to JAX
+        if package not in {"compat", "platoon"}:  # their Ops tell PyTensor how to translate them to JAX
             for node in ast.walk(parse(path)):
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
                 names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []

@@ -59,9 +59,9 @@ def start_controller(
     code = (
         "from synkhronos.ranks.child_process import exit_with_parent; "
         f"exit_with_parent({os.getpid()}, True); "
-        "from synkhronos.compat.platoon.channel import controller_process; controller_process.main()"
+        "from synkhronos.platoon.channel import controller_process; controller_process.main()"
     )
-    package = str(Path(__file__).resolve().parents[4])  # the child imports this copy of the library
+    package = str(Path(__file__).resolve().parents[3])  # the child imports this copy of the library
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
     environment = {**os.environ, "PYTHONPATH": path}
     if controller_arguments is not None:

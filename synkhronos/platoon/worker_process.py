@@ -11,12 +11,12 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 
-from synkhronos.compat.platoon.channel import controller_connection
-from synkhronos.compat.platoon.channel.controller_process import run_file, start_controller
-from synkhronos.compat.platoon.channel.sockets import POLL_SECONDS
-from synkhronos.compat.platoon.channel.worker_group import UNREPORTED_FAILURE_STATUS, Failure, WorkerSettings
-from synkhronos.compat.platoon.util import EndOfBatches
 from synkhronos.compat.theano_import import import_theano_before_fork
+from synkhronos.platoon.channel import controller_connection
+from synkhronos.platoon.channel.controller_process import run_file, start_controller
+from synkhronos.platoon.channel.sockets import POLL_SECONDS
+from synkhronos.platoon.channel.worker_group import UNREPORTED_FAILURE_STATUS, Failure, WorkerSettings
+from synkhronos.platoon.util import EndOfBatches
 from synkhronos.programs import RankContext, run
 from synkhronos.programs.rank_context import get_rank
 from synkhronos.ranks import WorkerError

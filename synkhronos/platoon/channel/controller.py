@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.compat.platoon import configparser
-from synkhronos.compat.platoon.channel.batch_queue import BatchSender
-from synkhronos.compat.platoon.channel.controller_process import ExperimentHosts
-from synkhronos.compat.platoon.channel.worker_group import WorkerGroup
-from synkhronos.compat.platoon.util import PlatoonError
 from synkhronos.gpus import get_n_gpu
+from synkhronos.platoon import configparser
+from synkhronos.platoon.channel.batch_queue import BatchSender
+from synkhronos.platoon.channel.controller_process import ExperimentHosts
+from synkhronos.platoon.channel.worker_group import WorkerGroup
+from synkhronos.platoon.util import PlatoonError
 
 #: Exit status of an experiment if its controller fails, or a worker is killed.
 EXPERIMENT_FAILED = 2

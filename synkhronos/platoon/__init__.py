@@ -19,6 +19,6 @@ creates, and whose file descriptor it sends to each worker.  Mini-batches are se
 calls ``send_mb``.
 """
 
-from synkhronos.compat.platoon.channel import Controller, Worker
+from synkhronos.platoon.channel import Controller, Worker
 
 __all__ = ["Controller", "Worker"]

@@ -19,9 +19,9 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from synkhronos.casts import check_dense
-from synkhronos.compat.platoon.channel import sockets
-from synkhronos.compat.platoon.channel.sockets import POLL_SECONDS
-from synkhronos.compat.platoon.util import PlatoonError
+from synkhronos.platoon.channel import sockets
+from synkhronos.platoon.channel.sockets import POLL_SECONDS
+from synkhronos.platoon.util import PlatoonError
 
 #: Header that ends the stream.
 _END_HEADER = b"null"

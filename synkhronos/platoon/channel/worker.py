@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.compat.platoon.channel import batch_queue, controller_connection, sockets
-from synkhronos.compat.platoon.channel.controller import add_port_arguments
-from synkhronos.compat.platoon.param_sync import ParamSyncRule
-from synkhronos.compat.platoon.util import EndOfBatches, PlatoonError, SingletonType
+from synkhronos.platoon.channel import batch_queue, controller_connection, sockets
+from synkhronos.platoon.channel.controller import add_port_arguments
+from synkhronos.platoon.param_sync import ParamSyncRule
+from synkhronos.platoon.util import EndOfBatches, PlatoonError, SingletonType
 from synkhronos.programs.rank_context import get_rank_lock
 
 try:

@@ -13,9 +13,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from synkhronos.compat.platoon import configparser
-from synkhronos.compat.platoon.channel.controller_process import ExperimentHosts, start_controller
 from synkhronos.hosts.host_list import is_this_machine, parse_hosts
+from synkhronos.platoon import configparser
+from synkhronos.platoon.channel.controller_process import ExperimentHosts, start_controller
 from synkhronos.ranks.errors import describe_exit
 
 #: Exit status if the controller or a worker failed.

@@ -22,10 +22,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from synkhronos.compat.platoon.channel import sockets
-from synkhronos.compat.platoon.channel.controller_process import ExperimentHosts
-from synkhronos.compat.platoon.channel.sockets import POLL_SECONDS
-from synkhronos.compat.platoon.util import PlatoonError
+from synkhronos.platoon.channel import sockets
+from synkhronos.platoon.channel.controller_process import ExperimentHosts
+from synkhronos.platoon.channel.sockets import POLL_SECONDS
+from synkhronos.platoon.util import PlatoonError
 from synkhronos.ranks.errors import describe_exit
 from synkhronos.ranks.segments import create_unlinked_file
 
@@ -130,7 +130,7 @@ class WorkerGroup:
 
     def _start_master(self) -> None:
         settings = self._settings
-        code = "from synkhronos.compat.platoon import worker_process; worker_process.main()"
+        code = "from synkhronos.platoon import worker_process; worker_process.main()"
         command = [sys.executable, "-u", "-c", code, json.dumps(dataclasses.asdict(settings))]
         with open(f"{settings.logs[0]}.out", "wb") as out, open(f"{settings.logs[0]}.err", "wb") as err:
             # The worker has its own session, so that a terminal's Ctrl-C reaches the launcher alone.

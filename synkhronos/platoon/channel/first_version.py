@@ -9,10 +9,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from synkhronos.compat.platoon.channel.controller import Controller
-from synkhronos.compat.platoon.channel.controller_process import LAUNCH_VARIABLE
-from synkhronos.compat.platoon.channel.worker import Worker
-from synkhronos.compat.platoon.param_sync import ParamSyncRule
+from synkhronos.platoon.channel.controller import Controller
+from synkhronos.platoon.channel.controller_process import LAUNCH_VARIABLE
+from synkhronos.platoon.channel.worker import Worker
+from synkhronos.platoon.param_sync import ParamSyncRule
 
 
 class Lieutenant(Controller):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.compat.platoon.channel.worker import Worker, restore_precision
+from synkhronos.platoon.channel.worker import Worker, restore_precision
 from synkhronos.rules.state import FlatVariables
 
 

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from multiprocessing import reduction
 from typing import Any
 
-from synkhronos.compat.platoon.channel import sockets
-from synkhronos.compat.platoon.channel.sockets import POLL_SECONDS
-from synkhronos.compat.platoon.channel.worker_group import Failure
-from synkhronos.compat.platoon.util import PlatoonError
+from synkhronos.platoon.channel import sockets
+from synkhronos.platoon.channel.sockets import POLL_SECONDS
+from synkhronos.platoon.channel.worker_group import Failure
+from synkhronos.platoon.util import PlatoonError
 from synkhronos.programs import RankContext
 from synkhronos.programs.rank_context import get_rank
 

@@ -10,8 +10,8 @@ import theano
 from theano import tensor
 
 from synkhronos.compat import library
-from synkhronos.compat.platoon.channel.worker import Worker
-from synkhronos.compat.platoon.training.global_dynamics import get_worker
+from synkhronos.platoon.channel.worker import Worker
+from synkhronos.platoon.training.global_dynamics import get_worker
 
 
 class AllReduce(theano.Op):
