@@ -381,7 +381,7 @@ def list_marked_files(marker: str) -> list[str]:
 FOLDERS_OF_PARTS = {
     "engines": ("engines", "extensions", "devices"),
     "launch": ("launcher", "loading", "compat"),
-    "ranks": ("ranks", "programs", "hosts", "rules", "timelines"),
+    "ranks": ("ranks", "programs", "hosts", "exchange_rules", "timelines"),
     "training": ("training",),
 }
 #: Tests that `test` runs on JAX arrays.
@@ -389,7 +389,9 @@ JAX_TESTS = list_test_files("fused_launch", "fused_steps", "jax", "lazy_results"
 #: Tests that `test --all` runs on JAX arrays.
 JAX_TESTS_OF_ALL = [
     *JAX_TESTS,
-    *list_test_files("attention", "collectives", "lowering", "modes", "rank_mean", "rules", "timeline", "updates"),
+    *list_test_files(
+        "attention", "collectives", "exchange_rules", "lowering", "modes", "rank_mean", "timeline", "updates"
+    ),
 ]
 #: Tests of `test --quick`, with PyTensor alone: a minute of those that most changes break.
 QUICK_TESTS = list_test_files(

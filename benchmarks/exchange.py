@@ -29,7 +29,7 @@ from benchmarks._measure import (
     time_interleaved,
 )
 from benchmarks.gpu_step import LAYERS, build_mlp
-from synkhronos import rules
+from synkhronos import exchange_rules
 from synkhronos.training import make_trainer, updates
 
 #: ResNet-50's parameters.
@@ -40,9 +40,9 @@ ALPHA = 0.3
 STEP = 0.01
 
 
-def time_exchanges(context: Any, rule: rules.Rule, params: list[Any], shared_arrays: Any, rounds: int) -> Any:
+def time_exchanges(context: Any, rule: exchange_rules.Rule, params: list[Any], shared_arrays: Any, rounds: int) -> Any:
     """Return the seconds of exchanges with the centre and of the same computation in NumPy, measured in turn."""
-    state = rules.State(params, [], shared_arrays)
+    state = exchange_rules.State(params, [], shared_arrays)
     rule.setup(context, state)
     x, centre, buffer = np.ones(SIZE, np.float32), np.ones(SIZE, np.float32), np.empty(BLOCK, np.float32)
 
@@ -58,11 +58,13 @@ def time_exchanges(context: Any, rule: rules.Rule, params: list[Any], shared_arr
     return time_interleaved({"NumPy": exchange_in_numpy, "rule": lambda: rule.exchange(context, state)}, rounds)
 
 
-def time_one_exchange(context: Any, rule: rules.Rule, params: list[Any], shared_arrays: Any, rank: int) -> float:
+def time_one_exchange(
+    context: Any, rule: exchange_rules.Rule, params: list[Any], shared_arrays: Any, rank: int
+) -> float:
     """Return the seconds of one rank's exchange with the centre."""
     storage = context.get_storage("exchange")
     if "state" not in storage:
-        storage["state"] = rules.State(params, [], shared_arrays)
+        storage["state"] = exchange_rules.State(params, [], shared_arrays)
         rule.setup(context, storage["state"])
         rule.exchange(context, storage["state"])
     context.barrier("begin")
@@ -75,10 +77,10 @@ def time_one_exchange(context: Any, rule: rules.Rule, params: list[Any], shared_
 
 
 def measure_steps_per_second(
-    context: Any, rule: rules.Rule | None, params: list[Any], shared_arrays: Any, steps: int, slow_rank: int
+    context: Any, rule: exchange_rules.Rule | None, params: list[Any], shared_arrays: Any, steps: int, slow_rank: int
 ) -> float:
     """Take steps that only sleep; return the steps per second of all ranks, or, without a rule, of this rank."""
-    state = rules.State(params, [], shared_arrays)
+    state = exchange_rules.State(params, [], shared_arrays)
     pause = STEP * (3 if context.number == slow_rank else 1)
     if rule is None:
         start = time.perf_counter()
@@ -113,8 +115,8 @@ def compare_exchange(rounds: int) -> None:
     library, _ = import_graph_library()
     print_heading("An exchange of 102 MB with the centre, one rank")
     with fork_ranks(1):
-        rule, params = rules.EASGD(alpha=ALPHA), [library.shared(np.ones(SIZE, np.float32), "w")]
-        memory = rules.allocate_shared_arrays(rule, 1, SIZE, np.dtype("float32"))
+        rule, params = exchange_rules.EASGD(alpha=ALPHA), [library.shared(np.ones(SIZE, np.float32), "w")]
+        memory = exchange_rules.allocate_shared_arrays(rule, 1, SIZE, np.dtype("float32"))
         times = synk.run(time_exchanges, rule, params, memory, rounds)[0]
     medians = {name: median(values) for name, values in times.items()}
     table = Table({"": 8, "median": 9})
@@ -135,12 +137,12 @@ def compare_slow_rank(steps: int) -> None:
         table.print_row("ranks alone", f"{alone:.1f}", "1.00")
         speeds = {}
         for name, rule in {
-            "EASGD": rules.EASGD(period=10),
-            "GoSGD": rules.GoSGD(0.1),
-            "LocalSGD": rules.LocalSGD(10),
-            "BSP": rules.BSP("params"),
+            "EASGD": exchange_rules.EASGD(period=10),
+            "GoSGD": exchange_rules.GoSGD(0.1),
+            "LocalSGD": exchange_rules.LocalSGD(10),
+            "BSP": exchange_rules.BSP("params"),
         }.items():
-            memory = rules.allocate_shared_arrays(rule, 2, size, np.dtype("float32"))
+            memory = exchange_rules.allocate_shared_arrays(rule, 2, size, np.dtype("float32"))
             speeds[name] = synk.run(measure_steps_per_second, rule, params, memory, steps, 1)[0] / alone
             table.print_row(name, f"{speeds[name] * alone:.1f}", f"{speeds[name]:.2f}")
     print_criterion("EASGD, relative to the sum", speeds["EASGD"], "", at_least=0.9)
@@ -159,11 +161,11 @@ def measure_exchange_share(batch: int) -> None:
         images = synk.data(rng.random((count, LAYERS[0]), dtype=np.float32))
         labels = synk.data(rng.integers(0, LAYERS[-1], count).astype("int32"))
         for name, rule in {
-            "EASGD": rules.EASGD(period=10),
-            "ASGD": rules.ASGD(10),
-            "GoSGD": rules.GoSGD(0.1),
-            "LocalSGD": rules.LocalSGD(10),
-            "DiLoCo": rules.DiLoCo(10),
+            "EASGD": exchange_rules.EASGD(period=10),
+            "ASGD": exchange_rules.ASGD(10),
+            "GoSGD": exchange_rules.GoSGD(0.1),
+            "LocalSGD": exchange_rules.LocalSGD(10),
+            "DiLoCo": exchange_rules.DiLoCo(10),
         }.items():
             x, y = tensor.fmatrix("x"), tensor.ivector("y")
             loss, params = build_mlp(x, y)

@@ -30,7 +30,7 @@ import synkhronos as synk
 from benchmarks import make_parser
 from benchmarks._measure import SideError, Table, format_duration, print_criterion, print_heading
 from benchmarks.gpu_resnet import BLOCKS, run_side
-from synkhronos import rules
+from synkhronos import exchange_rules
 from synkhronos.training import make_trainer, updates
 
 #: ResNet-50's parameters.
@@ -66,20 +66,20 @@ def keep_busy(rank: int, count: int, device: str) -> Iterator[None]:
             program.wait()
 
 
-def make_rules(period: int) -> dict[str, rules.Rule]:
+def make_rules(period: int) -> dict[str, exchange_rules.Rule]:
     """Return the compared rules by name."""
     return {
-        "BSP": rules.BSP(),
-        "BSP of parameters": rules.BSP("params"),
-        "local SGD": rules.LocalSGD(period),
-        "local SGD, bfloat16": rules.LocalSGD(period, precision="bfloat16"),
-        "post-local SGD": rules.PostLocal(period, start=1),
-        "SlowMo": rules.SlowMo(period),
-        "DiLoCo": rules.DiLoCo(period),
-        "EASGD": rules.EASGD(period=period),
-        "EASGD together": rules.EASGD(period=period, asynchronous=False),
-        "ASGD": rules.ASGD(period),
-        "GoSGD": rules.GoSGD(1 / period),
+        "BSP": exchange_rules.BSP(),
+        "BSP of parameters": exchange_rules.BSP("params"),
+        "local SGD": exchange_rules.LocalSGD(period),
+        "local SGD, bfloat16": exchange_rules.LocalSGD(period, precision="bfloat16"),
+        "post-local SGD": exchange_rules.PostLocal(period, start=1),
+        "SlowMo": exchange_rules.SlowMo(period),
+        "DiLoCo": exchange_rules.DiLoCo(period),
+        "EASGD": exchange_rules.EASGD(period=period),
+        "EASGD together": exchange_rules.EASGD(period=period, asynchronous=False),
+        "ASGD": exchange_rules.ASGD(period),
+        "GoSGD": exchange_rules.GoSGD(1 / period),
     }
 
 
@@ -159,14 +159,16 @@ def compare_torch(options: argparse.Namespace) -> None:
             print(f"{name}: {failure}")
 
 
-def measure_exchanges(context: Any, rule: rules.Rule, params: list[Any], shared: Any, rounds: int) -> dict[str, float]:
+def measure_exchanges(
+    context: Any, rule: exchange_rules.Rule, params: list[Any], shared: Any, rounds: int
+) -> dict[str, float]:
     """Return the median seconds of an exchange with the centre, and of averages."""
     from synkhronos.devices import JAX
+    from synkhronos.exchange_rules.rule import all_reduce_mean
     from synkhronos.graph_libraries import get_library
-    from synkhronos.rules.rule import all_reduce_mean
 
     get_library(params[0]).store_value(params[0], JAX.from_numpy(np.ones(SIZE, np.float32)))
-    state = rules.State(params, [], shared)
+    state = exchange_rules.State(params, [], shared)
     rule.setup(context, state)
     times: dict[str, list[float]] = {}
 
@@ -230,8 +232,8 @@ def main() -> None:
         with keep_busy(options.ranks - 1, options.slow - 1, "cpu" if options.cpu else "gpu"):
             compare_rules(options)
     print_heading("102 MB")
-    rule, params = rules.EASGD(), [pytensor.shared(np.ones(SIZE, np.float32), "w")]
-    memory = rules.allocate_shared_arrays(rule, options.ranks, SIZE, np.dtype("float32"))
+    rule, params = exchange_rules.EASGD(), [pytensor.shared(np.ones(SIZE, np.float32), "w")]
+    memory = exchange_rules.allocate_shared_arrays(rule, options.ranks, SIZE, np.dtype("float32"))
     results = synk.run(measure_exchanges, rule, params, memory, options.rounds)[0]
     table = Table({"": 26, "median": 9})
     for name, value in results.items():

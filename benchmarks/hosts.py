@@ -45,7 +45,7 @@ from benchmarks._measure import (
 )
 from benchmarks.all_reduce import LibraryProcesses, SynkhronosReduction, count_rounds
 from benchmarks.latency import read_cpu_seconds
-from synkhronos import rules
+from synkhronos import exchange_rules
 
 HERE = Path(__file__).parent
 #: Bytes of the arrays that are reduced: the bar is for the last.
@@ -150,8 +150,8 @@ def measure_exchanges(hosts: list[str], rounds: int) -> None:
     mpi = LibraryProcesses(make_mpirun_command(hosts, sys.executable, "_mpi.py"))
     print(f"MPI: {mpi.version}")
     with fork_ranks_on(hosts) as count:
-        rule, params = rules.EASGD(), [library.shared(np.ones(exchange.SIZE, np.float32), "w")]
-        memory = rules.allocate_shared_arrays(rule, count, exchange.SIZE, np.dtype("float32"))
+        rule, params = exchange_rules.EASGD(), [library.shared(np.ones(exchange.SIZE, np.float32), "w")]
+        memory = exchange_rules.allocate_shared_arrays(rule, count, exchange.SIZE, np.dtype("float32"))
 
         def exchange_on(rank: int) -> float:
             seconds: float = synk.run(exchange.time_one_exchange, rule, params, memory, rank)[rank]

@@ -21,7 +21,7 @@ import numpy as np
 import synkhronos as synk
 from benchmarks import make_parser
 from benchmarks._measure import Table, fork_ranks, import_graph_library, print_heading
-from synkhronos import rules
+from synkhronos import exchange_rules
 from synkhronos.training import make_trainer, updates
 
 PERIODS = (1, 4, 16, 64)
@@ -62,17 +62,17 @@ def build_network() -> tuple[Any, Any, Any, Any, list[Any]]:
 def make_configurations(n: int, rate: float) -> dict[str, dict[Any, tuple[Any, Any, float]]]:
     """Return the rule, the update rule and the learning rate for each name and period."""
     results: dict[str, dict[Any, tuple[Any, Any, float]]] = {
-        "BSP": {1: (rules.BSP(), updates.sgd, rate)},
-        "local SGD": {t: (rules.LocalSGD(t), updates.sgd, rate) for t in PERIODS},
-        "SlowMo": {t: (rules.SlowMo(t), updates.sgd, rate) for t in PERIODS},
-        "DiLoCo": {t: (rules.DiLoCo(t), updates.sgd, rate) for t in PERIODS},
-        "EASGD": {t: (rules.EASGD(period=t), updates.sgd, rate) for t in PERIODS},
+        "BSP": {1: (exchange_rules.BSP(), updates.sgd, rate)},
+        "local SGD": {t: (exchange_rules.LocalSGD(t), updates.sgd, rate) for t in PERIODS},
+        "SlowMo": {t: (exchange_rules.SlowMo(t), updates.sgd, rate) for t in PERIODS},
+        "DiLoCo": {t: (exchange_rules.DiLoCo(t), updates.sgd, rate) for t in PERIODS},
+        "EASGD": {t: (exchange_rules.EASGD(period=t), updates.sgd, rate) for t in PERIODS},
         "EAMSGD": {
-            t: (rules.EAMSGD(period=t, momentum=MOMENTUM), updates.nesterov_momentum, rate * (1 - MOMENTUM))
+            t: (exchange_rules.EAMSGD(period=t, momentum=MOMENTUM), updates.nesterov_momentum, rate * (1 - MOMENTUM))
             for t in PERIODS
         },
-        "Downpour": {t: (rules.ASGD(t), updates.sgd, rate / n) for t in PERIODS},
-        "GoSGD": {t: (rules.GoSGD(1 / t), updates.sgd, rate) for t in PERIODS},
+        "Downpour": {t: (exchange_rules.ASGD(t), updates.sgd, rate / n) for t in PERIODS},
+        "GoSGD": {t: (exchange_rules.GoSGD(1 / t), updates.sgd, rate) for t in PERIODS},
     }
     return results
 
@@ -126,8 +126,8 @@ def main() -> None:
         table.print_row(name, str(period), f"{loss:.4f}", f"{error:.2%}", f"{seconds:.1f}")
 
     n, rate = options.ranks, options.rate
-    run("one process", "", 1, options.batch, (rules.BSP(), updates.sgd, rate))
-    run(f"{n} x batch", "", 1, n * options.batch, (rules.BSP(), updates.sgd, n * rate))
+    run("one process", "", 1, options.batch, (exchange_rules.BSP(), updates.sgd, rate))
+    run(f"{n} x batch", "", 1, n * options.batch, (exchange_rules.BSP(), updates.sgd, n * rate))
     for name, by_period in make_configurations(n, rate).items():
         for period, configuration in by_period.items():
             run(name, period, n, options.batch, configuration)

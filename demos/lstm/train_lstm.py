@@ -35,7 +35,7 @@ except ImportError:
 from processor_time import get_processor_seconds
 
 import synkhronos as synk
-from synkhronos import rules
+from synkhronos import exchange_rules
 from synkhronos.training import make_train_function_serial, make_trainer
 from synkhronos.training.updates import adam
 
@@ -114,7 +114,7 @@ def train(n: int, texts: Texts, options: argparse.Namespace) -> Times:
     """Train on n ranks."""
     synk.fork(n, use_gpu=options.gpu)
     x, y, loss, error, params = build_network(int(texts.x.max()) + 1, options.size, texts.x.shape[1])
-    rule = rules.EASGD(alpha=options.alpha, beta=options.beta, period=options.period)
+    rule = exchange_rules.EASGD(alpha=options.alpha, beta=options.beta, period=options.period)
     trainer = make_trainer(loss, params, x, y, adam, rule, options.rate, validate={"error": error})
     train_texts, valid = split_texts(texts)
     seconds, n_rows = 0.0, 0

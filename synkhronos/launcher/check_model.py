@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.compat.theano_import import import_theano_before_fork
+from synkhronos.exchange_rules.state import FlatVariables, concatenate
 from synkhronos.launcher.configuration.resolve import resolve_settings
 from synkhronos.launcher.configuration.settings import Settings, SettingsError
 from synkhronos.launcher.configuration.sources import parse_set_options
@@ -50,7 +51,6 @@ from synkhronos.launcher.model_class.sanity_check import (
 )
 from synkhronos.launcher.supervision.process_environment import open_standard_streams
 from synkhronos.launcher.train import add_set_option
-from synkhronos.rules.state import FlatVariables, concatenate
 
 #: Number of iterations that the class runs.
 _N_ITERATIONS = 3

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from synkhronos.exchange_rules import Rule
 from synkhronos.launcher.configuration.resolve import resolve_settings
 from synkhronos.launcher.configuration.settings import (
     Settings,
@@ -28,7 +29,6 @@ from synkhronos.launcher.configuration.sources import check_setting_names, read_
 from synkhronos.launcher.configuration.theano_mpi_session import parse_exchange_option
 from synkhronos.launcher.supervision.process_environment import make_python_path, open_standard_streams
 from synkhronos.launcher.supervision.run_folder import FAILURE_FILE, create_and_lock_run_folder
-from synkhronos.rules import Rule
 from synkhronos.training.loops.stop_signals import STOP_SIGNALS
 
 #: Seconds after which the supervisor of an interrupted run is killed.

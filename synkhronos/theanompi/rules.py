@@ -1,12 +1,12 @@
 """The module ``theanompi.rules``: rules with Theano-MPI's names and class attributes."""
 
-from synkhronos import rules
-from synkhronos.rules import ASGD, EASGD, GOSGD
+from synkhronos import exchange_rules
+from synkhronos.exchange_rules import ASGD, EASGD, GOSGD
 
 __all__ = ["ASGD", "BSP", "EASGD", "GOSGD"]
 
 
-class BSP(rules.BSP):
+class BSP(exchange_rules.BSP):
     """Bulk-synchronous training; set the class attributes before ``init``.
 
     Attributes

@@ -129,7 +129,7 @@ def test_users_copy_of_theano_mpi_provides_layers_but_not_rules(tmp_path):
         textwrap.dedent("""
         from theanompi import BSP, EASGD, GOSGD
         import synkhronos
-        print(issubclass(BSP, synkhronos.rules.BSP), BSP.sync_type, BSP.exch_strategy, GOSGD.__name__)
+        print(issubclass(BSP, synkhronos.exchange_rules.BSP), BSP.sync_type, BSP.exch_strategy, GOSGD.__name__)
         try:
             import theanompi.models.layers2
         except ImportError as error:
@@ -147,7 +147,7 @@ def test_users_copy_of_theano_mpi_provides_layers_but_not_rules(tmp_path):
 
 
 def test_class_attributes_of_rules_become_settings(tmp_path, monkeypatch):
-    from synkhronos import rules
+    from synkhronos import exchange_rules
     from synkhronos.theanompi.rules import BSP
 
     requested = []
@@ -162,7 +162,7 @@ def test_class_attributes_of_rules_become_settings(tmp_path, monkeypatch):
         (type("BSP", (BSP,), {"sync_type": "avg"}), {"rule": "BSP", "rule_options": {"average": "params"}}),
         (type("BSP", (BSP,), {"sync_type": "swap"}), {"rule": "Swap", "rule_options": {}}),
         (
-            type("BSP", (rules.BSP,), {"exch_strategy": "nccl16"}),
+            type("BSP", (exchange_rules.BSP,), {"exch_strategy": "nccl16"}),
             {"rule": "BSP", "rule_options": {"precision": "float16"}},
         ),
     ):

@@ -10,7 +10,7 @@ from library import DEVICE, shared, tensor
 from paths import SUPPORT
 
 import synkhronos as synk
-from synkhronos import devices, rules
+from synkhronos import devices, exchange_rules
 from synkhronos.devices import NUMPY, find_device, get_rank_device
 from synkhronos.training import make_train_function, make_train_function_serial
 from synkhronos.training.updates import adam
@@ -216,18 +216,18 @@ def test_function_copy_keeps_device_arrays(island, two_ranks_per_test):
 
 
 RULES = {
-    "BSP": rules.BSP("params"),
-    "LocalSGD": rules.LocalSGD(2),
-    "float32": rules.LocalSGD(2, state="average", precision="float32"),
-    "reset": rules.LocalSGD(2, state="reset"),
-    "EASGD": rules.EASGD(0.5, 2),
-    "together": rules.EASGD(0.5, 2, asynchronous=False),
-    "EAMSGD": rules.EAMSGD(0.5, 2, momentum=0.5),
-    "ASGD": rules.ASGD(2),
-    "Downpour": rules.Downpour(2, 4),
-    "SlowMo": rules.SlowMo(2),
-    "GoSGD": rules.GoSGD(1.0),
-    "Swap": rules.Swap(2),
+    "BSP": exchange_rules.BSP("params"),
+    "LocalSGD": exchange_rules.LocalSGD(2),
+    "float32": exchange_rules.LocalSGD(2, state="average", precision="float32"),
+    "reset": exchange_rules.LocalSGD(2, state="reset"),
+    "EASGD": exchange_rules.EASGD(0.5, 2),
+    "together": exchange_rules.EASGD(0.5, 2, asynchronous=False),
+    "EAMSGD": exchange_rules.EAMSGD(0.5, 2, momentum=0.5),
+    "ASGD": exchange_rules.ASGD(2),
+    "Downpour": exchange_rules.Downpour(2, 4),
+    "SlowMo": exchange_rules.SlowMo(2),
+    "GoSGD": exchange_rules.GoSGD(1.0),
+    "Swap": exchange_rules.Swap(2),
 }
 
 
@@ -236,7 +236,7 @@ def train_by_rule(context, rule, w, v, average, memory, on_device):
     device = get_rank_device(context._rank) if on_device else NUMPY
     for variable in (w, v, average):
         variable.container.storage[0] = device.from_numpy(NUMPY.as_array(variable.container.storage[0]))
-    state = rules.State([w, average], [v], memory, n_averages=1)
+    state = exchange_rules.State([w, average], [v], memory, n_averages=1)
     rule.setup(context, state)
     for step in range(4):
         state.vector = state.vector * 0.5 + (context.number + step)
@@ -255,13 +255,13 @@ def train_by_rule(context, rule, w, v, average, memory, on_device):
     return host_values, state.params.device is device
 
 
-def test_rules_on_a_device_equal_rules_on_the_host(island, two_ranks_per_test):
+def test_exchange_rules_on_a_device_equal_rules_on_the_host(island, two_ranks_per_test):
     values = [np.arange(3.0), np.ones(3), np.full(2, 7.0)]
     for name, rule in RULES.items():
         results = []
         for on_device in (False, True):
             shareds = [shared(value, name) for value, name in zip(values, ("w", "v", "average"), strict=True)]
-            memory = rules.allocate_shared_arrays(rule, 2, 5, np.dtype("float64"))
+            memory = exchange_rules.allocate_shared_arrays(rule, 2, 5, np.dtype("float64"))
             results.append(synk.run(train_by_rule, rule, *shareds, memory, on_device))
         for (host_values, is_there), (island_values, is_on_island) in zip(*results, strict=True):
             assert is_there and is_on_island, name
@@ -271,7 +271,7 @@ def test_rules_on_a_device_equal_rules_on_the_host(island, two_ranks_per_test):
 
 def test_rules_without_device_arithmetic_run_on_the_host(toy, two_ranks_per_test):
     shareds = [shared(np.ones(3), name) for name in ("w", "v", "average")]
-    memory = rules.allocate_shared_arrays(RULES["EASGD"], 2, 6, np.dtype("float64"))
+    memory = exchange_rules.allocate_shared_arrays(RULES["EASGD"], 2, 6, np.dtype("float64"))
     for on_host, is_on_toy in synk.run(train_by_rule, RULES["EASGD"], *shareds, memory, True):
         assert not is_on_toy and np.isfinite(on_host).all()
 

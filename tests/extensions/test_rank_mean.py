@@ -6,7 +6,7 @@ from library import NAME, XLA, package
 from library import tensor as T
 
 import synkhronos as synk
-from synkhronos import rules
+from synkhronos import exchange_rules
 from synkhronos.extensions.rank_mean import rank_mean
 from synkhronos.function.rank_mean import RankMeanContext, average_over_ranks
 from synkhronos.training import make_train_function, make_train_function_serial, make_trainer
@@ -90,7 +90,7 @@ def test_rank_mean_is_refused_in_wrong_calls(n_ranks):
     train(X, Y)  # the ranks remain usable
     with pytest.raises(ValueError, match="weight: expected None for a loss with means over ranks"):
         network.train_by(make_train_function, weight=T.sqr(network.y).sum())
-    trainer = Network().train_by(make_trainer, rule=rules.LocalSGD(2))
+    trainer = Network().train_by(make_trainer, rule=exchange_rules.LocalSGD(2))
     with pytest.raises(RuntimeError, match="sync=True: ranks call this function at their own pace"):
         list(trainer.epochs(X, Y, 2, 1))
     train(X, Y)

@@ -73,7 +73,7 @@ def test_launch_runs_the_seed_examples(tmp_path):
     script.write_text(
         textwrap.dedent("""
         # launch_session.py
-        from synkhronos.rules import BSP
+        from synkhronos.exchange_rules import BSP
 
         rule=BSP()
         # modelfile: the relative path to the model file
@@ -112,7 +112,7 @@ def test_launch_reports_once_an_epoch(tmp_path):
     (tmp_path / "counted.py").write_text(
         textwrap.dedent("""
         from launch_models.mlp import MLP
-        from synkhronos.rules import LocalSGD
+        from synkhronos.exchange_rules import LocalSGD
 
         def compute_consensus(self, context, state, report=LocalSGD.compute_consensus):
             print("a report")
@@ -134,7 +134,7 @@ def test_run_folder_is_locked(tmp_path):
     script.write_text(
         textwrap.dedent(f"""
         import sys
-        from synkhronos.rules import BSP
+        from synkhronos.exchange_rules import BSP
         run = dict(modelfile="launch_models.mlp", modelclass="MLP", devices="cpu", folder={str(tmp_path)!r})
         first, second = BSP(), BSP()
         first.init(**run, resume="latest", checkpoint=1, epochs=20)

@@ -82,7 +82,7 @@ def test_broken_console_does_not_stop_a_run(tmp_path, console):
 @pytest.mark.slow
 def test_broken_console_does_not_stop_a_script(tmp_path, console):
     settings = {"modelfile": "launch_models.mlp_variants", "modelclass": "Speaks", "devices": "cpu", "epochs": 1}
-    code = f"from synkhronos.rules import BSP; r = BSP(); print(3); r.init(**{settings | {'folder': str(tmp_path)}!r}); r.wait()"
+    code = f"from synkhronos.exchange_rules import BSP; r = BSP(); print(3); r.init(**{settings | {'folder': str(tmp_path)}!r}); r.wait()"
     words = ["sh", "-c", OUTPUT[console], "sh", sys.executable, "-c", f"{code}; import os; os._exit(5)"]
     done = subprocess.run(words, cwd=SUPPORT, env=ENVIRONMENT | {"PYTHONUNBUFFERED": ""}, timeout=LIMIT)
     assert done.returncode == 5  # without flushing its output

@@ -16,7 +16,7 @@ from launch_runs import run, run_cases, train
 from messages import raises
 from paths import SUPPORT
 
-from synkhronos import rules
+from synkhronos import exchange_rules
 from synkhronos.gpus import get_n_gpu
 from synkhronos.launcher import SettingsError, doctor
 from synkhronos.launcher.configuration.resolve import resolve_settings
@@ -310,13 +310,15 @@ def test_launch_names_missing_parts_of_a_class(name, tmp_path):
 
 def test_init_refuses_wrong_settings(monkeypatch, tmp_path):
     monkeypatch.chdir(SUPPORT)
-    rule = rules.EASGD()
+    rule = exchange_rules.EASGD()
     with raises(RuntimeError, "init"):
         rule.wait()
     with raises(SettingsError, "modelclass"):
         rule.init(devices=["cpu"], modelfile="launch_models.mlp", modelclass="Nobody", folder=str(tmp_path / "run"))
     with raises(SettingsError, "period"):
-        rules.EASGD(period=lambda step: 3).init(["cpu"], "launch_models.mlp", "MLP", folder=str(tmp_path / "run"))
+        exchange_rules.EASGD(period=lambda step: 3).init(
+            ["cpu"], "launch_models.mlp", "MLP", folder=str(tmp_path / "run")
+        )
     with raises(SettingsError, "on_deth"):
         rule.init(["cpu"], "launch_models.mlp", "MLP", folder=str(tmp_path / "run"), on_deth="stop")
     assert not (tmp_path / "run").exists()
@@ -326,7 +328,7 @@ def test_init_takes_defaults_from_the_environment(monkeypatch, tmp_path):
     monkeypatch.chdir(SUPPORT)
     monkeypatch.setenv("SYNKHRONOS_MODEL", "launch_models/mlp.py:Nobody")
     with raises(SettingsError, "modelclass"):
-        rules.BSP().init(["cpu"], folder=str(tmp_path / "run"))
+        exchange_rules.BSP().init(["cpu"], folder=str(tmp_path / "run"))
 
 
 # -- precedence of settings ----------------------------------------------------------------------------------

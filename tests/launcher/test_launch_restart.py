@@ -12,7 +12,7 @@ from launch_interrupts import LIMIT, start_checkpointed_run, wait_until_training
 from launch_runs import ENVIRONMENT, read_json_lines, train
 from system import wait_until
 
-from synkhronos.launcher.rank import master_process, memory_checkpoint_writer
+from synkhronos.launcher.rank_process import master_process, memory_checkpoint_writer
 from synkhronos.launcher.supervision import memory_checkpoint_folder
 from synkhronos.ranks import WorkerError
 from synkhronos.training.checkpoints.checkpoint import list_checkpoints
@@ -161,8 +161,8 @@ def test_a_logged_death_names_its_rank_once(tmp_path, monkeypatch, cause, logged
 #: Lets the ranks whose numbers are in the variable GONE fail to start in each recovery.
 BROKEN_DEVICES = """
 import json, os, sys
-if "synkhronos.launcher.rank.master_process" in sys.orig_argv:
-    from synkhronos.launcher.rank import rank_functions
+if "synkhronos.launcher.rank_process.master_process" in sys.orig_argv:
+    from synkhronos.launcher.rank_process import rank_functions
     prepare_rank = rank_functions.prepare_rank
     def start_or_fail(context, arguments, devices, ranks_by_host):
         is_too_many = context.size > int(os.environ["WORKING"])

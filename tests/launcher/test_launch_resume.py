@@ -10,11 +10,11 @@ import pytest
 from launch_runs import read_json_lines, train
 from library import package, shared, tensor
 
+from synkhronos.exchange_rules import BSP
 from synkhronos.launcher.model_class.model_interface import ModelInterfaceError
 from synkhronos.launcher.model_class.model_recorder import ModelRecorder
 from synkhronos.launcher.model_class.model_variables import group_variables
-from synkhronos.launcher.rank.model_epoch_loop import ModelEpochLoop
-from synkhronos.rules import BSP
+from synkhronos.launcher.rank_process.model_epoch_loop import ModelEpochLoop
 from synkhronos.training import Checkpoint, CheckpointError
 from synkhronos.training.checkpoints import compatibility
 from synkhronos.training.train_function.training_graph import build_local_updates

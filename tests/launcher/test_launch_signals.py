@@ -155,7 +155,7 @@ def test_kill_of_any_process_leaves_nothing(tmp_path, target, script):
     model = {"modelfile": "launch_models.mlp_variants", "modelclass": "Stuck"}
     if script:
         settings = {**model, "devices": ["cpu", "cpu"], "folder": str(folder), "every": 1, "epochs": 1000}
-        code = f"from synkhronos.rules import EASGD\nrule = EASGD()\nrule.init(**{settings!r})\nrule.wait()"
+        code = f"from synkhronos.exchange_rules import EASGD\nrule = EASGD()\nrule.init(**{settings!r})\nrule.wait()"
         words = [sys.executable, "-c", code]
     else:
         sets = [

@@ -174,7 +174,7 @@ def test_class_methods_are_called_in_order(tmp_path, rule):
 def test_asynchronous_rules_exchange_after_whole_batches(tmp_path):
     (tmp_path / "counted.py").write_text(
         "from launch_models.theano_mpi import Called\n"
-        "from synkhronos.rules import EASGD\n"
+        "from synkhronos.exchange_rules import EASGD\n"
         "def exchange(self, context, state, exchange=EASGD.exchange):\n"
         "    print('exchange', len([c for c in calls() if c[0] == 'train_iter']))\n"
         "    return exchange(self, context, state)\n"
@@ -218,7 +218,7 @@ def test_cdd_resumes_from_a_checkpoint(tmp_path):
 
 
 def test_cdd_pending_gradients_survive_another_number_of_ranks():
-    from synkhronos.launcher.rank.gradient_sum_rule import GradientSumRule
+    from synkhronos.launcher.rank_process.gradient_sum_rule import GradientSumRule
 
     zeros = np.zeros(2)
     ranks = [{"params": zeros, "optimizer": zeros, "excluded": zeros, "own": {"pending": np.array([2.0, 4.0])}}] * 2

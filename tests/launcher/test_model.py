@@ -175,7 +175,7 @@ def test_recorder_times_each_epoch_alone():
 
 
 def test_model_names_a_nan_row():
-    from synkhronos.launcher.rank.model_epoch_loop import ModelEpochLoop
+    from synkhronos.launcher.rank_process.model_epoch_loop import ModelEpochLoop
 
     rows = np.zeros((5, 2))
     rows[3, 1] = np.inf

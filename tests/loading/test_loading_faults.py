@@ -17,7 +17,7 @@ from paths import ROOT, SUPPORT
 from system import is_alive, time_limit, wait_until, wait_until_ended
 
 import synkhronos as synk
-from synkhronos import ranks, rules
+from synkhronos import exchange_rules, ranks
 from synkhronos.loading import LoadError
 from synkhronos.training import make_trainer
 from synkhronos.training.updates import sgd
@@ -89,7 +89,7 @@ def start_training(rule, loader):
     return trainer, trainer.epochs(loader, None, batch_size=5, epochs=50, every=2)
 
 
-@pytest.mark.parametrize("rule", [rules.BSP(), rules.EASGD(period=2)], ids=repr)
+@pytest.mark.parametrize("rule", [exchange_rules.BSP(), exchange_rules.EASGD(period=2)], ids=repr)
 def test_killed_loader_ends_training(fork, load, rule):
     fork(3)
     loader = load(Slow(200, 0.003), processes=2)
@@ -107,7 +107,7 @@ def test_killed_loader_ends_training(fork, load, rule):
 
 def test_death_of_a_rank_ends_loaders(fork, load):
     fork(3)
-    loader, rule = load(Slow(200, 0.003), processes=2), rules.BSP()
+    loader, rule = load(Slow(200, 0.003), processes=2), exchange_rules.BSP()
     _, reports = start_training(rule, loader)
     next(reports)
     pids = list(loader._pool.pids)

@@ -9,7 +9,7 @@ from loading_sources import BAD, ROWS, TARGETS, Numbers, OnlyHere, Rows, SlowRow
 from system import is_alive, list_children
 
 import synkhronos as synk
-from synkhronos import rules
+from synkhronos import exchange_rules
 from synkhronos.loading import Loader, LoadError
 from synkhronos.training import Checkpoint, Recorder, make_trainer
 from synkhronos.training.monitoring.recorder import read_records
@@ -78,7 +78,9 @@ def train(rule, data, **kwargs):
 
 
 @pytest.mark.parametrize(
-    ("rule", "n"), [(rules.BSP(), 1), (rules.BSP(average="params"), 3), (rules.LocalSGD(3), 3)], ids=str
+    ("rule", "n"),
+    [(exchange_rules.BSP(), 1), (exchange_rules.BSP(average="params"), 3), (exchange_rules.LocalSGD(3), 3)],
+    ids=str,
 )
 def test_trainer_with_loader_equals_arrays(fork, load, rule, n):
     fork(n)
@@ -98,7 +100,9 @@ def test_trainer_with_loader_equals_arrays(fork, load, rule, n):
         )
 
 
-@pytest.mark.parametrize("rule", [rules.EASGD(period=2), rules.GoSGD(probability=0.5), rules.ASGD()], ids=repr)
+@pytest.mark.parametrize(
+    "rule", [exchange_rules.EASGD(period=2), exchange_rules.GoSGD(probability=0.5), exchange_rules.ASGD()], ids=repr
+)
 def test_loader_with_asynchronous_ranks_reads_each_row_once(fork, load, rule):
     fork(3)
     loader = load([ROWS, TARGETS], processes=2, depth=2)
@@ -109,7 +113,7 @@ def test_loader_with_asynchronous_ranks_reads_each_row_once(fork, load, rule):
 
 def test_recorder_has_loader_waiting_time(load, tmp_path, two_ranks_per_test):
 
-    for rule, ranks in ((rules.BSP(), 1), (rules.LocalSGD(2), 2)):
+    for rule, ranks in ((exchange_rules.BSP(), 1), (exchange_rules.LocalSGD(2), 2)):
         folder = tmp_path / type(rule).__name__
         loader = load(SlowRows(40, 0.01))
         _, reports = train(rule, (loader, None), epochs=1, every=None, recorder=Recorder(folder, every=2))
@@ -122,7 +126,7 @@ def test_recorder_has_loader_waiting_time(load, tmp_path, two_ranks_per_test):
 
 @pytest.mark.parametrize(
     ("rule", "before", "after"),
-    [(rules.BSP(), 2, 1), (rules.LocalSGD(2), 2, 2), (rules.LocalSGD(2), 1, 3)],
+    [(exchange_rules.BSP(), 2, 1), (exchange_rules.LocalSGD(2), 2, 2), (exchange_rules.LocalSGD(2), 1, 3)],
     ids=str,
 )
 @pytest.mark.slow
@@ -150,7 +154,7 @@ def test_trainer_with_loader_resumes_within_an_epoch(fork, load, tmp_path, rule,
 
 def test_trainer_counts_skipped_loader_rows(load, two_ranks_per_test):
     good = [i for i in range(103) if i not in BAD]
-    for rule in (rules.BSP(), rules.LocalSGD(2)):
+    for rule in (exchange_rules.BSP(), exchange_rules.LocalSGD(2)):
         loader = load(SomeBad(), on_error="skip", processes=2)
         params, reports = train(rule, (loader, None), epochs=2, every=None)
         assert loader.n_skipped == 2 * len(BAD) and len(good) == 103 - len(BAD)
@@ -158,7 +162,7 @@ def test_trainer_counts_skipped_loader_rows(load, two_ranks_per_test):
 
 
 def test_trainer_skips_unreadable_batches(load, two_ranks_per_test):
-    for rule in (rules.BSP(), rules.LocalSGD(2), rules.EASGD(period=2)):
+    for rule in (exchange_rules.BSP(), exchange_rules.LocalSGD(2), exchange_rules.EASGD(period=2)):
         loader = load(SomeGood(), on_error="skip")
         _, reports = train(rule, (loader, None), batch_size=2, epochs=2, every=None)
         assert loader.n_skipped == 2 * (103 - 13) and len(reports) == 2
@@ -168,11 +172,15 @@ def test_validation_without_readable_rows_is_an_error(fork, load):
     fork(1)
     with pytest.raises(LoadError, match="none of the rows of the validation data could be read"):
         next(
-            make_least_squares_trainer(rules.BSP()).epochs(ROWS, TARGETS, 5, 1, valid=load(OnlyHere(), on_error="skip"))
+            make_least_squares_trainer(exchange_rules.BSP()).epochs(
+                ROWS, TARGETS, 5, 1, valid=load(OnlyHere(), on_error="skip")
+            )
         )
 
 
-@pytest.mark.parametrize("rule", [rules.BSP(), rules.LocalSGD(2), rules.EASGD(period=2)], ids=repr)
+@pytest.mark.parametrize(
+    "rule", [exchange_rules.BSP(), exchange_rules.LocalSGD(2), exchange_rules.EASGD(period=2)], ids=repr
+)
 @pytest.mark.slow
 def test_unreadable_row_ends_training_but_not_the_ranks(load, rule, two_ranks_per_test):
     with pytest.raises((LoadError, synk.WorkerError), match=r"row \d+ can't be read .*: OSError: damaged"):

@@ -158,7 +158,7 @@ def test_training_table_names_existing_options():
 
 #: Snippets of pages: the page, the start of the snippet, the script of the page that it extends, and its changes there.
 PIECES = [
-    ("exchange_rules", "class Halfway", "exchange_rules-0", ("rules.LocalSGD(period=10)", "Halfway()")),
+    ("exchange_rules", "class Halfway", "exchange_rules-0", ("exchange_rules.LocalSGD(period=10)", "Halfway()")),
     ("training", "class Wandb", "training-0", ("recorder=Recorder(folder)", "recorder=Wandb()")),
     ("loading", "def add_noise", "loading-0", ("processes=2)", "processes=2, augment=add_noise)")),
     (
@@ -307,7 +307,7 @@ def test_reference_has_all_public_attributes():
     documented = set(list_documented_members())
     pages = "\n".join(page.read_text() for page in (ROOT / "docs").glob("*.rst"))
     names = {"": vars(synk)}
-    for package in "data function launcher loading programs rules timelines training".split():
+    for package in "data function launcher loading programs exchange_rules timelines training".split():
         names[package] = vars(importlib.import_module(f"synkhronos.{package}"))
     classes = {value for space in names.values() for value in space.values() if inspect.isclass(value)}
     missing = {}

@@ -29,7 +29,7 @@ LAYERS = [
     {"compat", "data", "engines"},
     {"collectives", "function", "loading", "startup"},
     {"programs", "timelines"},
-    {"rules"},
+    {"exchange_rules"},
     {"training"},
     {"extensions", "launcher", "platoon", "theanompi"},
 ]
@@ -86,7 +86,8 @@ def test_imports_go_to_lower_layers(package):
 #: Folders and modules of some packages, the lowest first.
 INNER_LAYERS = {
     "training": "schedules updates train_function monitoring checkpoints loops trainer",
-    "launcher": "core_binding configuration model_class supervision rank train check_model doctor launched_run tmlauncher",
+    "launcher": "core_binding configuration model_class supervision rank_process train check_model doctor launched_run "
+    "tmlauncher",
     "platoon": "util configparser param_sync channel training ops worker_process launcher",
 }
 
@@ -108,7 +109,7 @@ def test_imports_within_a_package_go_to_lower_layers(package):
 IMPORTED_BY_STRING = {
     ("__main__.py", "synkhronos."),  # an entry point: it imports the module of the subcommand alone
     ("compat/import_hooks.py", "synkhronos."),  # its finder gets the name of a module of platoon
-    ("rules/rule.py", "synkhronos.launcher.launched_run"),  # a higher layer: Theano-MPI's rules start a launcher
+    ("exchange_rules/rule.py", "synkhronos.launcher.launched_run"),  # a higher layer: `Rule.init` starts a launcher
 }
 
 

@@ -45,7 +45,11 @@ def start_checkpointed_run(tmp_path, script, name="Slow", **settings):
     settings = {"modelfile": "launch_models.mlp_variants", "modelclass": name, "every": 1, "epochs": 1000, **settings}
     if script:
         settings = {**settings, "devices": ["cpu", "cpu"], "folder": str(tmp_path)}
-        words = [sys.executable, "-c", f"from synkhronos.rules import BSP\nr = BSP()\nr.init(**{settings!r})\nr.wait()"]
+        words = [
+            sys.executable,
+            "-c",
+            f"from synkhronos.exchange_rules import BSP\nr = BSP()\nr.init(**{settings!r})\nr.wait()",
+        ]
     else:
         sets = [f"--set={name}={value}" for name, value in settings.items()]
         words = make_synkhronos_command("train", "--devices=cpu,cpu", "--folder", tmp_path, *sets)

@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from synkhronos import rules
+from synkhronos import exchange_rules
 from synkhronos.devices import JAX
+from synkhronos.exchange_rules import State
+from synkhronos.exchange_rules.elastic import read_centre
 from synkhronos.graph_libraries import get_library
-from synkhronos.rules import State
-from synkhronos.rules.elastic import read_centre
 
 
 def compute_gradient(problem, rank, step, x):
@@ -64,7 +64,7 @@ def train(context, rule, w, v, shared, problem, optimizer, eta, steps, on_device
     return np.array(trace), report, rank_state, numbers
 
 
-class MeanRule(rules.Rule):
+class MeanRule(exchange_rules.Rule):
     """Rule without `setup` that moves each rank to the mean."""
 
     def exchange(self, context, state):
@@ -72,7 +72,7 @@ class MeanRule(rules.Rule):
 
 
 # rule begins: docs/extending.rst includes the lines from here to "rule ends"
-class Halfway(rules.Rule):
+class Halfway(exchange_rules.Rule):
     """Move each rank halfway to the mean of all ranks, every 5 steps."""
 
     period = 5
@@ -143,6 +143,6 @@ def double_vector(context, w, on_device):
 
 def average_vectors(context, w, vectors, precision):
     """Return the average of ``vectors[rank]`` that is computed in a precision."""
-    from synkhronos.rules.rule import all_reduce_mean
+    from synkhronos.exchange_rules.rule import all_reduce_mean
 
     return np.asarray(all_reduce_mean(context, vectors[context.number], precision))

@@ -6,7 +6,7 @@ import numpy as np
 from library import NAME, XLA, shared, tensor
 
 import synkhronos as synk
-from synkhronos import rules
+from synkhronos import exchange_rules
 from synkhronos.loading import Loader
 from synkhronos.training import make_trainer
 from synkhronos.training.updates import momentum, nesterov_momentum, sgd
@@ -18,19 +18,19 @@ W = np.array([1.0, -2.0, 0.5, 3.0])
 Y = X @ W
 
 ALL = {
-    "BSP": (rules.BSP, sgd),
-    "BSP of parameters": (lambda: rules.BSP("params"), sgd),
-    "LocalSGD": (lambda: rules.LocalSGD(3), momentum),
-    "PostLocal": (lambda: rules.PostLocal(3, 5), sgd),
-    "SlowMo": (lambda: rules.SlowMo(3), sgd),
-    "DiLoCo": (lambda: rules.DiLoCo(3, momentum=0.5), sgd),
-    "EASGD": (lambda: rules.EASGD(period=2), sgd),
-    "EASGD together": (lambda: rules.EASGD(period=2, asynchronous=False), sgd),
-    "EAMSGD": (lambda: rules.EAMSGD(period=2, momentum=0.5), nesterov_momentum),
-    "Downpour": (rules.Downpour, sgd),
-    "ASGD": (lambda: rules.ASGD(2), sgd),
-    "GoSGD": (lambda: rules.GoSGD(0.5), sgd),
-    "Swap": (lambda: rules.Swap(3), sgd),
+    "BSP": (exchange_rules.BSP, sgd),
+    "BSP of parameters": (lambda: exchange_rules.BSP("params"), sgd),
+    "LocalSGD": (lambda: exchange_rules.LocalSGD(3), momentum),
+    "PostLocal": (lambda: exchange_rules.PostLocal(3, 5), sgd),
+    "SlowMo": (lambda: exchange_rules.SlowMo(3), sgd),
+    "DiLoCo": (lambda: exchange_rules.DiLoCo(3, momentum=0.5), sgd),
+    "EASGD": (lambda: exchange_rules.EASGD(period=2), sgd),
+    "EASGD together": (lambda: exchange_rules.EASGD(period=2, asynchronous=False), sgd),
+    "EAMSGD": (lambda: exchange_rules.EAMSGD(period=2, momentum=0.5), nesterov_momentum),
+    "Downpour": (exchange_rules.Downpour, sgd),
+    "ASGD": (lambda: exchange_rules.ASGD(2), sgd),
+    "GoSGD": (lambda: exchange_rules.GoSGD(0.5), sgd),
+    "Swap": (lambda: exchange_rules.Swap(3), sgd),
 }
 #: Rules under which the result does not depend on the ranks' timing.
 SYNCHRONOUS = ["BSP", "BSP of parameters", "LocalSGD", "PostLocal", "SlowMo", "DiLoCo", "EASGD together", "Swap"]

@@ -9,7 +9,7 @@ from library import XLA, shared, tensor
 from trainer_model import Model, X, Y
 
 import synkhronos as synk
-from synkhronos import rules
+from synkhronos import exchange_rules
 from synkhronos.training import Checkpoint, CheckpointError, make_trainer, schedules
 from synkhronos.training.updates import adagrad, adam, apply_momentum, momentum, nesterov_momentum, rmsprop, sgd
 
@@ -23,7 +23,9 @@ def build_trainer(update_rule=momentum, rule=None, rate=0.01, extra=(), op="mean
     loss = ((tensor.dot(x, w) + b[0] - y) ** 2).mean()
     updates = [(mean := shared(np.zeros(()), name), 0.5 * mean + 0.5 * loss, op) for name in extra]
     updates += [(count := shared(np.zeros((), "int64"), name), count + 1) for name in counts]
-    return make_trainer(loss, [w, b], x, y, update_rule, rule or rules.BSP(), rate, extra_updates=updates, **kwargs)
+    return make_trainer(
+        loss, [w, b], x, y, update_rule, rule or exchange_rules.BSP(), rate, extra_updates=updates, **kwargs
+    )
 
 
 def train_with_checkpoint(folder, trainer):
@@ -62,24 +64,28 @@ OTHERS = {
         r"its variables of the update rule are .*w_velocity \[4\] float64.*, expected none",
     ),
     "exchange rule": (
-        {"rule": rules.LocalSGD()},
-        {"rule": rules.EASGD()},
+        {"rule": exchange_rules.LocalSGD()},
+        {"rule": exchange_rules.EASGD()},
         "has the state of the rule LocalSGD, got EASGD",
     ),
     "its option": (
-        {"rule": rules.LocalSGD(state="keep")},
-        {"rule": rules.LocalSGD(state="reset")},
+        {"rule": exchange_rules.LocalSGD(state="keep")},
+        {"rule": exchange_rules.LocalSGD(state="reset")},
         "is of LocalSGD with state='keep', got state='reset'",
     ),
     "its option, not given": (
-        {"rule": rules.EASGD(asynchronous=False)},
-        {"rule": rules.EASGD(asynchronous=False, alpha=0.5)},
+        {"rule": exchange_rules.EASGD(asynchronous=False)},
+        {"rule": exchange_rules.EASGD(asynchronous=False, alpha=0.5)},
         r"is of EASGD with alpha=None, got alpha=0\.5",
     ),
-    "gradients and parameters": ({}, {"rule": rules.BSP("params")}, "with average='gradient', got average='params'"),
+    "gradients and parameters": (
+        {},
+        {"rule": exchange_rules.BSP("params")},
+        "with average='gradient', got average='params'",
+    ),
     "exclude": (
-        {"rule": rules.LocalSGD()},
-        {"rule": rules.LocalSGD(exclude=lambda p: p.name == "b")},
+        {"rule": exchange_rules.LocalSGD()},
+        {"rule": exchange_rules.LocalSGD(exclude=lambda p: p.name == "b")},
         r"its exchanged parameters are w \[4\] float64, b \[1\] float64, expected w \[4\] float64$",
     ),
     "params": ({}, {"names": "wc"}, r"exchanged parameters are .* b \[1\] float64, expected .* c \[1\] float64"),
@@ -123,9 +129,9 @@ def return_three(step):
     [
         ({"rate": 0.01}, {"rate": 0.02}),
         ({"rate": 0.01}, {"rate": schedules.cosine(0.02, epochs=3)}),
-        ({"rule": rules.LocalSGD(3)}, {"rule": rules.LocalSGD(5)}),
-        ({"rule": rules.LocalSGD(3)}, {"rule": rules.LocalSGD(return_three)}),
-        ({"rule": rules.DiLoCo(3, lr=0.7)}, {"rule": rules.DiLoCo(3, lr=0.5)}),
+        ({"rule": exchange_rules.LocalSGD(3)}, {"rule": exchange_rules.LocalSGD(5)}),
+        ({"rule": exchange_rules.LocalSGD(3)}, {"rule": exchange_rules.LocalSGD(return_three)}),
+        ({"rule": exchange_rules.DiLoCo(3, lr=0.7)}, {"rule": exchange_rules.DiLoCo(3, lr=0.5)}),
         ({"momentum": 0.5}, {"momentum": shared(np.float64(0.25), "m")}),
     ],
     ids=["rate", "schedule", "period", "a function for a period", "outer rate", "a variable for a number"],
@@ -219,7 +225,7 @@ def test_restore_best_accepts_mode_max(fork, tmp_path):
     x, w = tensor.dmatrix("x"), shared(np.zeros(4), "w")
     loss = ((tensor.dot(x, w) - 1) ** 2).mean()
     new_trainer = make_trainer(
-        loss, [w], x, [], sgd, rules.BSP(), 0.05, validate={"mse": loss, "high": 0 * loss - abs(w[0] - 0.05)}
+        loss, [w], x, [], sgd, exchange_rules.BSP(), 0.05, validate={"mse": loss, "high": 0 * loss - abs(w[0] - 0.05)}
     )
     checkpoint = Checkpoint(tmp_path, keep=1, keep_best=("high", "max"))
     reports = list(new_trainer.epochs(X, [], 5, 20, valid=(X, []), patience=2, checkpoint=checkpoint))

@@ -8,7 +8,7 @@ from library import function, grad, limit_examples, shared, tensor
 from masked_model import MASK, STEPS, MaskedModel, N, X, take_rows
 
 import synkhronos as synk
-from synkhronos import rules
+from synkhronos import exchange_rules
 from synkhronos.training import make_train_function, make_train_function_serial, make_trainer
 from synkhronos.training.updates import adam, sgd
 
@@ -132,7 +132,9 @@ class ValidatedModel:
             "sum": ((e > 0).sum(), "sum"), "prod": (e.prod(), "prod"),
             "weighted": ((e * (e > 0)).sum() / (e > 0).sum(), "mean", (e > 0).sum()),
         }  # fmt: skip
-        self.trainer = make_trainer((0 * x * w).mean(), [w], x, [], sgd, rules.BSP(), 0.1, validate=self.metrics)
+        self.trainer = make_trainer(
+            (0 * x * w).mean(), [w], x, [], sgd, exchange_rules.BSP(), 0.1, validate=self.metrics
+        )
 
 
 @pytest.fixture(scope="module")

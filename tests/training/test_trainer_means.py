@@ -9,7 +9,7 @@ from masked_model import MaskedModel, N, take_rows
 from trainer_model import ALL
 
 import synkhronos as synk
-from synkhronos import rules
+from synkhronos import exchange_rules
 from synkhronos.graph_libraries import get_library
 from synkhronos.graph_libraries.dependence_analysis import DependenceAnalysis
 from synkhronos.training import Checkpoint, make_train_function_serial, make_trainer
@@ -47,7 +47,7 @@ def test_trainer_bsp_with_weight_equals_one_process(fork, average, precision):
     fork(n)
     model, alone = MaskedModel(), MaskedModel(make_train_function_serial)
     trainer = make_trainer(
-        model.loss, [model.w], model.x, [model.y, model.mask], sgd, rules.BSP(average, precision=precision), 0.1,
+        model.loss, [model.w], model.x, [model.y, model.mask], sgd, exchange_rules.BSP(average, precision=precision), 0.1,
         weight=model.weight,
     )  # fmt: skip
     rows = np.arange(3, N)  # in the last step some ranks have none
@@ -63,7 +63,7 @@ def test_trainer_bsp_with_weight_equals_one_process(fork, average, precision):
 def test_trainer_rows_of_zero_weight_change_nothing(two_ranks_per_test):
     model = MaskedModel()
     trainer = make_trainer(
-        model.loss, [model.w], model.x, [model.y, model.mask], sgd, rules.LocalSGD(1), 0.1, weight=model.weight
+        model.loss, [model.w], model.x, [model.y, model.mask], sgd, exchange_rules.LocalSGD(1), 0.1, weight=model.weight
     )
     x, y, m = take_rows([1, 4, 5, 11, 1, 4, 5, 0])
     (report,) = trainer.epochs(x, [y, m], batch_size=1, epochs=1)
@@ -182,14 +182,14 @@ def compute_averages(n_ranks, epochs):
 
 #: Rules under which all ranks exchange after each step.
 EACH_STEP = {
-    "BSP": rules.BSP,
-    "BSP of parameters": lambda: rules.BSP("params"),
-    "LocalSGD": lambda: rules.LocalSGD(1),
-    "LocalSGD in 16 bits": lambda: rules.LocalSGD(1, precision="bfloat16"),
-    "PostLocal": lambda: rules.PostLocal(1, 3),
-    "SlowMo": lambda: rules.SlowMo(1),
-    "DiLoCo": lambda: rules.DiLoCo(1),
-    "Downpour together": lambda: rules.Downpour(asynchronous=False),
+    "BSP": exchange_rules.BSP,
+    "BSP of parameters": lambda: exchange_rules.BSP("params"),
+    "LocalSGD": lambda: exchange_rules.LocalSGD(1),
+    "LocalSGD in 16 bits": lambda: exchange_rules.LocalSGD(1, precision="bfloat16"),
+    "PostLocal": lambda: exchange_rules.PostLocal(1, 3),
+    "SlowMo": lambda: exchange_rules.SlowMo(1),
+    "DiLoCo": lambda: exchange_rules.DiLoCo(1),
+    "Downpour together": lambda: exchange_rules.Downpour(asynchronous=False),
 }
 
 
@@ -219,14 +219,14 @@ def test_trainer_report_averages_running_averages(name, two_ranks_per_test):
 
 
 def test_diloco_leaves_running_averages_within_range(two_ranks_per_test):
-    model = Averaging(rules.DiLoCo(1, lr=1.0, momentum=0.99))
+    model = Averaging(exchange_rules.DiLoCo(1, lr=1.0, momentum=0.99))
     for _ in model.epochs(epochs=3 if XLA else 8):
         pass
     assert (model.average.get_value() < ROWS_X.max(axis=0)).all()
 
 
 def test_resume_restores_running_averages(tmp_path, two_ranks_per_test):
-    whole, first, second = (Averaging(rules.LocalSGD(2)) for _ in range(3))
+    whole, first, second = (Averaging(exchange_rules.LocalSGD(2)) for _ in range(3))
     for _ in whole.epochs(epochs=3):
         pass
     for _ in first.epochs(epochs=2, checkpoint=Checkpoint(tmp_path)):

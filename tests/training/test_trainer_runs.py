@@ -11,7 +11,7 @@ from library import XLA, shared, tensor
 from trainer_model import ALL, ROWS, Model, X, Y
 
 import synkhronos as synk
-from synkhronos import rules
+from synkhronos import exchange_rules
 from synkhronos.training import Checkpoint, CheckpointError, Recorder, make_trainer, schedules
 from synkhronos.training.monitoring.meter import RankTotals
 from synkhronos.training.monitoring.recorder import read_records
@@ -51,18 +51,18 @@ def test_rules_resize_states_to_other_numbers_of_ranks():
         for r in range(3)
     ]  # fmt: skip
     for size in (1, 2, 3, 5):
-        local = rules.LocalSGD().resize_states(ranks, size)
+        local = exchange_rules.LocalSGD().resize_states(ranks, size)
         assert [state["params"].tolist() for state in local] == [[1.0] * 3] * size
         assert [state["optimizer"].tolist() for state in local] == [[10.0] * 3] * size
-        gossip = rules.GoSGD().resize_states(ranks, size)
+        gossip = exchange_rules.GoSGD().resize_states(ranks, size)
         assert sum(state["own"]["weight"] for state in gossip) == 1
         mean = sum(state["own"]["weight"] * state["params"] for state in gossip)
         np.testing.assert_allclose(mean, [0.25 + 0.5] * 3)
-        elastic = rules.EASGD().resize_states(ranks, size)
+        elastic = exchange_rules.EASGD().resize_states(ranks, size)
         assert [state["params"][0] for state in elastic] == [0.0, 1.0, 2.0, 9.0, 9.0][:size]
         assert [state["optimizer"][0] for state in elastic] == [0.0, 10.0, 20.0, 0.0, 0.0][:size]
-        assert len(rules.Swap().resize_states(ranks, size)) == size
-    assert [state["params"][0] for state in rules.ASGD().resize_states(ranks, 2)] == [9.0, 9.0]
+        assert len(exchange_rules.Swap().resize_states(ranks, size)) == size
+    assert [state["params"][0] for state in exchange_rules.ASGD().resize_states(ranks, 2)] == [9.0, 9.0]
 
 
 def test_resume_without_a_checkpoint_starts_anew(tmp_path, two_ranks_per_test):
@@ -100,14 +100,14 @@ def get_weight_and_own(context, name):
 def test_gosgd_weights_and_messages_sum_to_one(fork):
     fork(3)
     x, w = tensor.dmatrix("x"), shared(np.zeros(4), "w")
-    trainer = make_trainer(((tensor.dot(x, w) - 1) ** 2).mean(), [w], x, [], sgd, rules.GoSGD(1.0), 0.1)
+    trainer = make_trainer(((tensor.dot(x, w) - 1) ** 2).mean(), [w], x, [], sgd, exchange_rules.GoSGD(1.0), 0.1)
     for _ in trainer.epochs(X, [], 5, 3):  # the last sender's weight is in a mailbox
         ranks = synk.run(get_weight_and_own, trainer._model.state.spec.name)
         assert math.isclose(sum(weight for weight, _ in ranks), 1.0)
         np.testing.assert_allclose(sum(weight * parameters for weight, parameters in ranks), w.get_value(), rtol=1e-12)
 
 
-class Counts(rules.Rule):
+class Counts(exchange_rules.Rule):
     """Rule that adds 1 after each step, and fails once, in the middle of the second epoch."""
 
     def exchange(self, context, state):
@@ -144,7 +144,9 @@ def get_steps(context, name):
 
 
 @pytest.mark.skipif(XLA, reason="the trainer's own bookkeeping, and XLA takes seconds to compile")
-@pytest.mark.parametrize("rule", [rules.LocalSGD(3), rules.SlowMo(3)], ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize(
+    "rule", [exchange_rules.LocalSGD(3), exchange_rules.SlowMo(3)], ids=lambda rule: type(rule).__name__
+)
 def test_trainer_interrupt_at_different_steps_restarts_the_epoch(rule, two_ranks_per_test):
     x, w = tensor.dmatrix("x"), shared(np.zeros(4), "w")
     trainer = make_trainer(((tensor.dot(x, w) - 1) ** 2).mean(), [w], x, [], sgd, rule, 0.1)
@@ -161,7 +163,7 @@ def test_resume_refuses_mixing_asynchronous_and_synchronous(tmp_path, two_ranks_
     x, w = tensor.dmatrix("x"), shared(np.zeros(4), "w")
 
     def trainer(asynchronous):
-        rule = rules.EASGD(asynchronous=asynchronous)
+        rule = exchange_rules.EASGD(asynchronous=asynchronous)
         return make_trainer(((tensor.dot(x, w) - 1) ** 2).mean(), [w], x, [], sgd, rule, 0.1)
 
     list(trainer(False).epochs(X, [], 5, 1, checkpoint=Checkpoint(tmp_path)))
@@ -184,7 +186,7 @@ def test_early_stop_with_a_renamed_metric_starts_anew(tmp_path, two_ranks_per_te
 
     def reports(validate, epochs, **options):
         schedule = schedules.plateau(1e-300, factor=0.5, patience=3)
-        trainer = make_trainer(loss, [w], x, [], sgd, rules.BSP(), schedule, validate=validate)
+        trainer = make_trainer(loss, [w], x, [], sgd, exchange_rules.BSP(), schedule, validate=validate)
         options = {"checkpoint": Checkpoint(tmp_path), "patience": 1, "valid": (X, []), **options}
         return len(list(trainer.epochs(X, [], 5, epochs, **options))), schedule.best
 
@@ -194,7 +196,7 @@ def test_early_stop_with_a_renamed_metric_starts_anew(tmp_path, two_ranks_per_te
     assert count == 2 and best > 0
 
 
-class FailsAtStart(rules.EASGD):
+class FailsAtStart(exchange_rules.EASGD):
     """Rule that fails once on a rank: on rank 0 in `setup`, on rank 1 when it is unpickled."""
 
     failed = False  # in each process separately
@@ -234,7 +236,7 @@ def test_trainer_failed_start_on_one_rank_restarts_all(fork, monkeypatch, rank):
     assert w.get_value().tolist() == [5.0] * 3  # the centre starts from the ranks' parameters
 
 
-class Interrupted(rules.GoSGD):
+class Interrupted(exchange_rules.GoSGD):
     """Rule that is interrupted once on rank 1, in `setup` or while it waits for a lock."""
 
     failed = False
@@ -383,7 +385,7 @@ def test_resume_truncates_records(tmp_path, two_ranks_per_test):
 
 
 def test_excluded_parameters_stay_local(two_ranks_per_test):
-    ALL["own bias"] = (lambda: rules.LocalSGD(1, exclude=lambda p: p.name == "b"), sgd)
+    ALL["own bias"] = (lambda: exchange_rules.LocalSGD(1, exclude=lambda p: p.name == "b"), sgd)
     try:
         model = Model("own bias")
         list(model.epochs(5, 1))

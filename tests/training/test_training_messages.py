@@ -6,7 +6,7 @@ from library import DEVICE, HOSTS, fork_ranks, shared, tensor
 from messages import raises
 
 import synkhronos as synk
-from synkhronos import rules
+from synkhronos import exchange_rules
 from synkhronos.loading import Loader
 from synkhronos.training import (
     Checkpoint,
@@ -20,7 +20,7 @@ from synkhronos.training.updates import adam, adamw, chain, clip, lamb, momentum
 
 pytestmark = [pytest.mark.skipif(DEVICE != "host" or bool(HOSTS), reason="one host")]
 
-BSP, EASGD = rules.BSP, rules.EASGD
+BSP, EASGD = exchange_rules.BSP, exchange_rules.EASGD
 ROWS = np.ones((8, 3)), np.ones(8)
 
 #: Wrong options of training functions and of trainers, and parts of the messages.
@@ -74,9 +74,12 @@ TRAINER = {
     "validate_ema, a number": ({"validate_ema": 1, "ema": 0.9}, "validate_ema"),
     "rule, a name": ({"rule": "BSP"}, "rule"),
     "rule, a class": ({"rule": BSP}, "rule"),
-    "EAMSGD of another momentum": ({"rule": rules.EAMSGD()}, "update_rule"),
-    "EAMSGD, momentum 0.5": ({"rule": rules.EAMSGD(), "update_rule": nesterov_momentum, "momentum": 0.5}, "momentum"),
-    "exclude, all parameters": ({"rule": rules.LocalSGD(exclude=lambda p: True)}, "exclude"),
+    "EAMSGD of another momentum": ({"rule": exchange_rules.EAMSGD()}, "update_rule"),
+    "EAMSGD, momentum 0.5": (
+        {"rule": exchange_rules.EAMSGD(), "update_rule": nesterov_momentum, "momentum": 0.5},
+        "momentum",
+    ),
+    "exclude, all parameters": ({"rule": exchange_rules.LocalSGD(exclude=lambda p: True)}, "exclude"),
     "learning_rate, 0": ({"learning_rate": 0}, "learning_rate"),
     "learning_rate, a list": ({"learning_rate": [0.1]}, "learning_rate"),
     "learning_rate, NaN": ({"learning_rate": float("nan")}, "learning_rate"),
@@ -171,7 +174,7 @@ def end_in_infinity(epoch):
     return 0.1 if epoch < 0.5 else float("inf")
 
 
-@pytest.mark.parametrize("rule", [BSP, rules.LocalSGD])
+@pytest.mark.parametrize("rule", [BSP, exchange_rules.LocalSGD])
 def test_schedule_that_returns_no_number_ends_training(model, rule):
     trainer = make_trainer(*model, sgd, rule(), end_in_infinity)
     with pytest.raises(

@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from synkhronos import rules
+from synkhronos import exchange_rules
 from synkhronos.checks import format_similar
 from synkhronos.training.train_function.step_options import StepOptions, check_step_options
 
 #: File in a run's folder to which `Settings.save` writes.
 SETTINGS_FILE = "settings.json"
 #: Exchange rules by their names in lower case.
-RULE_CLASSES: dict[str, type[rules.Rule]] = {
+RULE_CLASSES: dict[str, type[exchange_rules.Rule]] = {
     name.lower(): kind
-    for name, kind in vars(rules).items()
-    if isinstance(kind, type) and issubclass(kind, rules.Rule) and kind is not rules.Rule
+    for name, kind in vars(exchange_rules).items()
+    if isinstance(kind, type) and issubclass(kind, exchange_rules.Rule) and kind is not exchange_rules.Rule
 }
 #: Names of the options of a model's step: attributes of its class, which the setting ``model_options`` overrides.
 MODEL_OPTIONS = tuple(option.name for option in dataclasses.fields(StepOptions))
@@ -87,12 +87,12 @@ class Settings:
     #: ``"latest"`` or the path of a checkpoint from which the run resumes; None: a new run.
     resume: str | None = None
 
-    def make_rule(self) -> rules.Rule:
+    def make_rule(self) -> exchange_rules.Rule:
         """Make the exchange rule; BSP averages parameters, since a model class compiles its own steps."""
         rule_class, options = RULE_CLASSES[self.rule.lower()], self.rule_options
-        if rule_class is rules.EAMSGD:
+        if rule_class is exchange_rules.EAMSGD:
             raise SettingsError("rule: EAMSGD needs the velocities, and a class doesn't name them: take EASGD")
-        if rule_class is rules.BSP:
+        if rule_class is exchange_rules.BSP:
             # The instance on each rank determines whether gradients can be exchanged: `compile_model`.
             if options.get("average") not in (None, "gradient", "params"):
                 raise SettingsError(
@@ -139,12 +139,12 @@ def check_model_options(options: Mapping[str, Any]) -> None:
 def normalize_rule_name(name: str) -> str:
     """Return the name of a rule's class from its name in upper or lower case."""
     if name.lower() not in RULE_CLASSES:
-        names = ", ".join(sorted(kind.__name__ for kind in RULE_CLASSES.values() if kind is not rules.EAMSGD))
+        names = ", ".join(sorted(kind.__name__ for kind in RULE_CLASSES.values() if kind is not exchange_rules.EAMSGD))
         raise SettingsError(f"rule: expected one of {names}, got {name!r}")
     return RULE_CLASSES[name.lower()].__name__
 
 
-def get_rule_options(rule: rules.Rule) -> dict[str, Any]:
+def get_rule_options(rule: exchange_rules.Rule) -> dict[str, Any]:
     """Return the options of a rule that differ from their defaults, by name."""
     options = {}
     for name, parameter in inspect.signature(type(rule)).parameters.items():

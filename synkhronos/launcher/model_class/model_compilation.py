@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from synkhronos.exchange_rules import BSP, Rule
 from synkhronos.launcher.configuration.settings import Settings
 from synkhronos.launcher.model_class.model import Model
 from synkhronos.launcher.model_class.model_interface import ModelInterfaceError, call_by_signature, shorten_repr
-from synkhronos.rules import BSP, Rule
 
 #: Quantity that ranks exchange after each step.
 ExchangedQuantity = Literal["gradient", "params"]

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.exchange_rules.state import FlatVariables
 from synkhronos.programs import RankContext
-from synkhronos.rules.state import FlatVariables
 from synkhronos.variable_types import SharedVariable
 
 #: Number of steps after which a parameter must have changed.

@@ -10,7 +10,7 @@ COMPLETE_EXIT_CODE = 100
 
 @dataclass(frozen=True)
 class MasterArguments:
-    """Arguments of ``python -m synkhronos.launcher.rank.master_process``, as one argument in JSON."""
+    """Arguments of ``python -m synkhronos.launcher.rank_process.master_process``, as one argument in JSON."""
 
     #: Process ID of the supervisor.  The master exits when the supervisor exits.
     supervisor_pid: int

@@ -149,7 +149,7 @@ class Supervisor:
             memory_checkpoint_folder=None if self._memory_checkpoints is None else str(self._memory_checkpoints.path),
             is_recovery=self._death_limit.n_deaths > 0,
         )
-        module = "synkhronos.launcher.rank.master_process"
+        module = "synkhronos.launcher.rank_process.master_process"
         command = [sys.executable, "-m", module, settings.folder, json.dumps(dataclasses.asdict(arguments))]
         # The master inherits this binding: BLAS starts its threads at import, within rank 0's cores.
         core_binding.bind_to_cores(rank_cores[0] if rank_cores else [])

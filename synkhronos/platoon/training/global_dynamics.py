@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.exchange_rules.state import FlatVariables
 from synkhronos.platoon.channel.worker import Worker, restore_precision
-from synkhronos.rules.state import FlatVariables
 
 
 class GlobalDynamics:

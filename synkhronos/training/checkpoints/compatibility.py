@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from synkhronos.checks import is_number
+from synkhronos.exchange_rules import Rule
 from synkhronos.graph_libraries import get_library
-from synkhronos.rules import Rule
 from synkhronos.training.checkpoints.checkpoint import CheckpointError
 from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
 from synkhronos.training.updates.flat_gradient import get_shape

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.exchange_rules import Rule, State
 from synkhronos.graph_libraries import get_library
 from synkhronos.programs import RankContext
-from synkhronos.rules import Rule, State
 from synkhronos.training.checkpoints.checkpoint import CheckpointContent, read_checkpoint
 from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
 from synkhronos.variable_types import SharedVariable

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices import get_array_device
+from synkhronos.exchange_rules import Rule
+from synkhronos.exchange_rules.state import FlatVariables
 from synkhronos.graph_libraries import get_library
-from synkhronos.rules import Rule
-from synkhronos.rules.state import FlatVariables
 from synkhronos.training.train_function.training_graph import TrainingGraph
 from synkhronos.variable_types import Array, SharedVariable
 

@@ -14,7 +14,8 @@ Subclasses of `BatchLoop` differ in who takes a step:
   which exchanges gradients: BSP on gradients.
 - `synkhronos.training.trainer.local_step_loop.LocalStepLoop` runs on every rank.  Each rank takes its own steps, and a
   `PeriodicExchange` exchanges parameters by a rule.
-- `synkhronos.launcher.rank.model_batch_loop.ModelBatchLoop` does the same with a model class, which chooses the rows.
+- `synkhronos.launcher.rank_process.model_batch_loop.ModelBatchLoop` does the same with a model class, which chooses
+  the rows.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
+from synkhronos.exchange_rules import Rule, State
 from synkhronos.programs import RankContext
-from synkhronos.rules import Rule, State
 from synkhronos.timelines.spans import register_traced_method
 from synkhronos.training.monitoring.meter import ActivityTimer
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from synkhronos.exchange_rules import Rule
 from synkhronos.function import Function, function
-from synkhronos.rules import Rule
 from synkhronos.training.checkpoints.rank_state import RankStateSpec
 from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
 from synkhronos.training.monitoring.validation_metrics import Metric

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.exchange_rules import State
 from synkhronos.loading.loader import LoaderRows
 from synkhronos.programs import LocalFunction, LocalRows, RankContext
 from synkhronos.programs.rank_context import BATCH_COUNTS_LOCK
-from synkhronos.rules import State
 from synkhronos.training.checkpoints.rank_state import RankStateSpec, restore_own_params, set_params_to_consensus
 from synkhronos.training.loops.batch_loop import PeriodicExchange
 from synkhronos.training.loops.stop_signals import StopAgreement, get_requested_stop

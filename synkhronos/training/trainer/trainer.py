@@ -20,9 +20,9 @@ from synkhronos.casts import as_numbers, check_cast
 from synkhronos.checks import check_at_least, check_choice, check_flag, check_number, describe, suggest_keywords
 from synkhronos.data import Data
 from synkhronos.data import data as make_data
+from synkhronos.exchange_rules import BSP, EAMSGD, Rule
 from synkhronos.loading import Loader
 from synkhronos.loading.loader import set_row_dtypes
-from synkhronos.rules import BSP, EAMSGD, Rule
 from synkhronos.training.checkpoints.checkpoint import Checkpoint, CheckpointError
 from synkhronos.training.loops.stop_signals import StopSignalHandler, get_requested_stop
 from synkhronos.training.monitoring.report import Report
@@ -343,7 +343,7 @@ def make_trainer(
     loss, params, x, y, update_rule
         As for `synkhronos.training.make_train_function`.
     rule : Rule, optional
-        Exchange rule of `synkhronos.rules`, not to be confused with `update_rule`.  Default: `BSP`.
+        Exchange rule of `synkhronos.exchange_rules`, not to be confused with `update_rule`.  Default: `BSP`.
     learning_rate : float or callable
         A number, or a schedule: see `synkhronos.training.schedules`.
     validate : dict of str to metric, or list of metrics, or metric, optional
@@ -373,13 +373,13 @@ def make_trainer(
     >>> import numpy as np
     >>> import pytensor, pytensor.tensor as pt
     >>> import synkhronos as synk
-    >>> from synkhronos import rules
+    >>> from synkhronos import exchange_rules
     >>> from synkhronos.training.updates import sgd
     >>> x, y = pt.matrix("x"), pt.vector("y")
     >>> w = pytensor.shared(np.zeros(3), name="w")
     >>> loss = ((x @ w - y) ** 2).mean()
     >>> n = synk.fork(2, use_gpu=False)
-    >>> trainer = make_trainer(loss, [w], x, y, sgd, rules.LocalSGD(5), learning_rate=0.1)
+    >>> trainer = make_trainer(loss, [w], x, y, sgd, exchange_rules.LocalSGD(5), learning_rate=0.1)
     >>> rows = np.random.default_rng(0).normal(size=(200, 3))
     >>> for report in trainer.epochs(rows, rows @ [1.0, 2.0, 3.0], batch_size=5, epochs=10):
     ...     pass
@@ -389,7 +389,7 @@ def make_trainer(
     """
     rule = BSP() if rule is None else rule
     if not isinstance(rule, Rule):
-        raise TypeError(f"rule: expected one of synkhronos.rules, such as rules.EASGD(), got {rule!r}")
+        raise TypeError(f"rule: expected one of synkhronos.exchange_rules, such as EASGD(), got {rule!r}")
     if isinstance(rule, EAMSGD):
         if update_rule is not nesterov_momentum:
             raise ValueError(f"update_rule: EAMSGD needs nesterov_momentum, got {update_rule!r}")

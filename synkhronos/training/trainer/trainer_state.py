@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from synkhronos import ranks
+from synkhronos.exchange_rules import allocate_shared_arrays
+from synkhronos.exchange_rules.state import FlatVariables
 from synkhronos.programs import run
-from synkhronos.rules import allocate_shared_arrays
-from synkhronos.rules.state import FlatVariables
 from synkhronos.training import schedules
 from synkhronos.training.checkpoints import rank_state
 from synkhronos.training.checkpoints.checkpoint import Checkpoint, CheckpointError, read_checkpoint, read_metadata

@@ -8,7 +8,7 @@ from nccl import wire
 from nccl.bindings import nccl
 
 import synkhronos as synk
-from synkhronos import rules
+from synkhronos import exchange_rules
 from synkhronos.engines import xla
 from synkhronos.engines.xla.executable import Executable
 from synkhronos.training import make_train_function, make_train_function_serial, make_trainer
@@ -51,7 +51,11 @@ def train_by_rules():
     x_data = rng.normal(size=(120, 30)).astype("float32")
     y_data = x_data.sum(axis=1)
     losses = []
-    for rule in (rules.LocalSGD(5), rules.LocalSGD(5, precision="bfloat16"), rules.DiLoCo(5, 1.0, 0.0)):
+    for rule in (
+        exchange_rules.LocalSGD(5),
+        exchange_rules.LocalSGD(5, precision="bfloat16"),
+        exchange_rules.DiLoCo(5, 1.0, 0.0),
+    ):
         x, y, w = T.fmatrix("x"), T.fvector("y"), pytensor.shared(np.zeros(30, "float32"), "w")
         trainer = make_trainer(((x.dot(w) - y) ** 2).mean(), [w], x, y, momentum, rule, 0.01)
         reports = list(trainer.epochs(x_data, y_data, batch_size=4, epochs=3))

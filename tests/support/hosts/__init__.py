@@ -40,7 +40,7 @@ def make_command(hosts: list[str], *command: object, gpus: bool = False) -> tupl
     """Return a command line, and its environment, that runs a command on the first of these hosts."""
     python = [sys.executable, *map(str, command)]
     path = os.pathsep.join(
-        [str(ROOT), str(SUPPORT), str(ROOT / "tests" / "rules"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        [str(ROOT), str(SUPPORT), str(ROOT / "tests" / "exchange_rules"), *filter(None, [os.environ.get("PYTHONPATH")])]
     )
     # With a compiler Theano would fold constants by C++, and each rank would first scan all compiled modules.
     flags = {"THEANO_FLAGS": f"{os.environ.get('THEANO_FLAGS', '')},cxx=".lstrip(",")}

@@ -446,9 +446,9 @@ def locks() -> None:
 
 
 def rules() -> None:
-    """Run the tests of asynchronous rules from test_rules.py on these hosts."""
+    """Run the tests of asynchronous rules from test_exchange_rules.py on these hosts."""
     n = fork()
-    import test_rules as tests
+    import test_exchange_rules as tests
 
     tests.check_pushes(n, 300)
     for on_device in tests.ON_DEVICE:

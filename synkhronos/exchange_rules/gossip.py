@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from synkhronos.checks import check_at_least, suggest_keywords
+from synkhronos.exchange_rules.rule import Exclude, Rule, SharedArrays, check_fraction
+from synkhronos.exchange_rules.state import State
 from synkhronos.programs import RankContext
 from synkhronos.programs.rank_context import get_rank_lock
-from synkhronos.rules.rule import Exclude, Rule, SharedArrays, check_fraction
-from synkhronos.rules.state import State
 from synkhronos.variable_types import Array
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from synkhronos.checks import check_flag, check_positive, suggest_keywords
+from synkhronos.exchange_rules.rule import Exclude, Period, Rule, check_momentum
+from synkhronos.exchange_rules.state import State
 from synkhronos.programs import RankContext
-from synkhronos.rules.rule import Exclude, Period, Rule, check_momentum
-from synkhronos.rules.state import State
 from synkhronos.variable_types import Array
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from synkhronos.checks import check_flag, suggest_keywords
+from synkhronos.exchange_rules.elastic import CENTRE_LOCK, CentreRule, read_centre
+from synkhronos.exchange_rules.rule import Exclude, check_period, reduce_by_rows
+from synkhronos.exchange_rules.state import State
 from synkhronos.programs import RankContext
-from synkhronos.rules.elastic import CENTRE_LOCK, CentreRule, read_centre
-from synkhronos.rules.rule import Exclude, check_period, reduce_by_rows
-from synkhronos.rules.state import State
 from synkhronos.variable_types import Array
 
 

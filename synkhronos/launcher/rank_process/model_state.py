@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.exchange_rules import Rule, State
 from synkhronos.launcher.configuration.settings import Settings
 from synkhronos.launcher.model_class.model_interface import call_by_signature, get_steps_per_batch, use_model_precision
 from synkhronos.launcher.model_class.model_recorder import ModelRecorder
-from synkhronos.launcher.rank.gradient_sum_rule import GradientSumRule
+from synkhronos.launcher.rank_process.gradient_sum_rule import GradientSumRule
 from synkhronos.programs import LocalRows, RankContext
-from synkhronos.rules import Rule, State
 from synkhronos.training.checkpoints import rank_state
 from synkhronos.training.checkpoints.checkpoint import Checkpoint, read_metadata
 from synkhronos.training.checkpoints.compatibility import check_can_resume, describe_training

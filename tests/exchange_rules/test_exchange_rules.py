@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from library import DEVICE, GPU_DEVICE, NAME, XLA, fork_ranks, limit_examples, shared
 
 import synkhronos as synk
-from synkhronos import rules
-from synkhronos.rules import elastic as elastic_rule
-from synkhronos.rules.rule import as_bfloat16
-from synkhronos.rules.state import FlatVariables
+from synkhronos import exchange_rules
+from synkhronos.exchange_rules import elastic as elastic_rule
+from synkhronos.exchange_rules.rule import as_bfloat16
+from synkhronos.exchange_rules.state import FlatVariables
 
 # As in conftest.py, 3 ranks cover all cases of 2; 4 are a power of two, by which weights are halved exactly.
 SIZES = [1, 3] if DEVICE == "jax" else [1, 3, 4]
@@ -49,7 +49,7 @@ def make_variables(x=X0, dtype="float64"):
 def train(rule, optimizer="sgd", steps=STEPS, eta=ETA, on_device=XLA):
     """Train; return the traces of all ranks, the report, the rule's state on each rank, and the numbers of exchanges."""
     n = synk.ranks.get_session().size
-    memory = rules.allocate_shared_arrays(rule, n, D, np.dtype("float64"))
+    memory = exchange_rules.allocate_shared_arrays(rule, n, D, np.dtype("float64"))
     results = synk.run(
         programs.train,
         rule,
@@ -84,26 +84,27 @@ def make_oracle_arguments(n, optimizer="sgd"):
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum", "scaled"])
 def test_local_sgd_equals_its_formula(n_ranks, period, optimizer):
     expected = oracle.averaging(*make_oracle_arguments(n_ranks, optimizer), oracle.make_schedule(period))
-    trace, report, _, _ = train(rules.LocalSGD(period), optimizer)
+    trace, report, _, _ = train(exchange_rules.LocalSGD(period), optimizer)
     np.testing.assert_allclose(trace, expected, **CLOSE)
     np.testing.assert_allclose(report, expected[:, -1].mean(0), **CLOSE)
 
 
 def test_local_sgd_of_one_step_is_bsp(n_ranks):
     for optimizer in ("sgd", "momentum"):
-        trace = train(rules.BSP("params"), optimizer)[0]
+        trace = train(exchange_rules.BSP("params"), optimizer)[0]
         np.testing.assert_allclose(trace, [oracle.bsp(*make_oracle_arguments(n_ranks, optimizer))] * n_ranks, **CLOSE)
     if n_ranks > 1:
         assert (
             np.abs(
-                train(rules.BSP("params"), "scaled")[0][0] - oracle.bsp(*make_oracle_arguments(n_ranks, "scaled"))
+                train(exchange_rules.BSP("params"), "scaled")[0][0]
+                - oracle.bsp(*make_oracle_arguments(n_ranks, "scaled"))
             ).max()
             > 1e-2
         )
 
 
 def test_postlocal_is_bsp_up_to_its_start(n_ranks):
-    rule = rules.PostLocal(period=4, start=10)
+    rule = exchange_rules.PostLocal(period=4, start=10)
     trace = train(rule)[0]
     np.testing.assert_allclose(trace[:, :11], [oracle.bsp(*make_oracle_arguments(n_ranks))[:11]] * n_ranks, **CLOSE)
     np.testing.assert_allclose(
@@ -115,37 +116,37 @@ def test_postlocal_is_bsp_up_to_its_start(n_ranks):
 @pytest.mark.parametrize("beta", [0.3, 1.0])
 def test_easgd_synchronous_equals_its_formula(n_ranks, period, beta):
     expected, centre = oracle.elastic(*make_oracle_arguments(n_ranks), period, beta)
-    trace, report, states, _ = train(rules.EASGD(beta, period, asynchronous=False))
+    trace, report, states, _ = train(exchange_rules.EASGD(beta, period, asynchronous=False))
     np.testing.assert_allclose(trace, expected, **CLOSE)
     np.testing.assert_allclose(report, centre, **CLOSE)
 
 
 @pytest.mark.parametrize("period", [1, 3])
 def test_downpour_synchronous_equals_its_formula(n_ranks, period):
-    trace = train(rules.Downpour(period, period, asynchronous=False), eta=ETA)[0]
+    trace = train(exchange_rules.Downpour(period, period, asynchronous=False), eta=ETA)[0]
     np.testing.assert_allclose(trace, oracle.downpour(*make_oracle_arguments(n_ranks), period), **CLOSE)
 
 
 def test_slowmo_equals_its_formula(n_ranks):
-    trace = train(rules.SlowMo(4, lr=0.8, momentum=0.6))[0]
+    trace = train(exchange_rules.SlowMo(4, lr=0.8, momentum=0.6))[0]
     np.testing.assert_allclose(trace, oracle.slow_momentum(*make_oracle_arguments(n_ranks), 4, 0.8, 0.6), **CLOSE)
 
 
 def test_diloco_equals_its_formula(n_ranks):
-    trace = train(rules.DiLoCo(4))[0]
+    trace = train(exchange_rules.DiLoCo(4))[0]
     np.testing.assert_allclose(trace, oracle.outer_nesterov(*make_oracle_arguments(n_ranks), 4, 0.7, 0.9), **CLOSE)
 
 
 def test_diloco_and_slowmo_have_other_rules_as_special_cases(n_ranks):
-    local = train(rules.LocalSGD(4))[0]
-    np.testing.assert_allclose(train(rules.DiLoCo(4, lr=1, momentum=0))[0], local, **CLOSE)
-    np.testing.assert_allclose(train(rules.SlowMo(4, lr=1, momentum=0))[0], local, **CLOSE)
-    heavy = train(rules.DiLoCo(4, lr=0.8, momentum=0.6, nesterov=False))[0]
-    np.testing.assert_allclose(train(rules.SlowMo(4, lr=0.8, momentum=0.6))[0], heavy, **CLOSE)
+    local = train(exchange_rules.LocalSGD(4))[0]
+    np.testing.assert_allclose(train(exchange_rules.DiLoCo(4, lr=1, momentum=0))[0], local, **CLOSE)
+    np.testing.assert_allclose(train(exchange_rules.SlowMo(4, lr=1, momentum=0))[0], local, **CLOSE)
+    heavy = train(exchange_rules.DiLoCo(4, lr=0.8, momentum=0.6, nesterov=False))[0]
+    np.testing.assert_allclose(train(exchange_rules.SlowMo(4, lr=0.8, momentum=0.6))[0], heavy, **CLOSE)
     serial = oracle.serial_nesterov(n_ranks, make_problem(), X0, 0.7 * ETA, STEPS, 0.9)
-    np.testing.assert_allclose(train(rules.DiLoCo(1))[0], [serial] * n_ranks, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(train(exchange_rules.DiLoCo(1))[0], [serial] * n_ranks, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(
-        train(rules.DiLoCo(1, 1, 0))[0], [oracle.bsp(*make_oracle_arguments(n_ranks))] * n_ranks, **CLOSE
+        train(exchange_rules.DiLoCo(1, 1, 0))[0], [oracle.bsp(*make_oracle_arguments(n_ranks))] * n_ranks, **CLOSE
     )
 
 
@@ -169,15 +170,15 @@ def test_optimizer_state_is_averaged_or_reset_at_an_exchange(n_ranks, state):
         if step % 3 == 2:
             x = [np.mean(x, axis=0)] * n_ranks
             v = [np.mean(v, axis=0) if state == "average" else 0 * X0] * n_ranks
-    np.testing.assert_allclose(train(rules.LocalSGD(3, state), "momentum")[0][:, -1], x, **CLOSE)
+    np.testing.assert_allclose(train(exchange_rules.LocalSGD(3, state), "momentum")[0][:, -1], x, **CLOSE)
 
 
 # -- exchanges of asynchronous rules ----------------------------------------------------------------------------------------------
 
 
 def exchange_elastic(n, alpha, vectors, centre):
-    rule = rules.EASGD(alpha=alpha)
-    memory = rules.allocate_shared_arrays(rule, n, D, np.dtype("float64"))
+    rule = exchange_rules.EASGD(alpha=alpha)
+    memory = exchange_rules.allocate_shared_arrays(rule, n, D, np.dtype("float64"))
     results = synk.run(programs.exchange_in_turn, rule, make_variables(), memory, vectors, centre)
     return np.array([x for x, _ in results]), results[0][1]
 
@@ -201,20 +202,24 @@ def test_easgd_alpha_of_one_swaps_and_half_averages(n_ranks):
 
 @pytest.mark.parametrize(("push", "fetch"), [(2, 2), (4, 6)])
 def test_downpour_exchanges_again_after_an_interrupt(push, fetch):
-    rule = rules.Downpour(push, fetch)
+    rule = exchange_rules.Downpour(push, fetch)
     state = SimpleNamespace(step=push, since=2)  # the steps were counted, and nothing was exchanged
     state.step += rule.count_steps_left(state)
     assert state.step % 2 == 0  # only these steps push or fetch
 
 
-ELASTIC = [rules.EASGD(period=3), rules.EAMSGD(period=3, momentum=0.9), rules.EAMSGD(period=3, momentum=0)]
+ELASTIC = [
+    exchange_rules.EASGD(period=3),
+    exchange_rules.EAMSGD(period=3, momentum=0.9),
+    exchange_rules.EAMSGD(period=3, momentum=0),
+]
 
 
 @pytest.mark.parametrize("on_device", ON_DEVICE)
 @pytest.mark.parametrize("rule", ELASTIC, ids=repr)
 def test_easgd_exchanges_equal_a_replay(n_ranks, rule, on_device):
     """Results have the same bits as NumPy's, with the exchanges in the order in which they happened."""
-    optimizer = "momentum" if isinstance(rule, rules.EAMSGD) else "sgd"
+    optimizer = "momentum" if isinstance(rule, exchange_rules.EAMSGD) else "sgd"
     trace, report, _, numbers = train(rule, optimizer, on_device=on_device)
     momentum, alpha = getattr(rule, "momentum", 0), 0.9 / n_ranks
     centre = X0.copy()
@@ -238,7 +243,7 @@ def test_easgd_exchanges_equal_a_replay(n_ranks, rule, on_device):
 
 @pytest.mark.parametrize("on_device", ON_DEVICE)
 def test_downpour_exchanges_equal_a_replay(n_ranks, on_device):
-    trace, report, _, numbers = train(rules.ASGD(3), eta=ETA / n_ranks, on_device=on_device)
+    trace, report, _, numbers = train(exchange_rules.ASGD(3), eta=ETA / n_ranks, on_device=on_device)
     centre, wrote = X0.copy(), -1
     x, base, steps_of_rank = [X0.copy() for _ in range(n_ranks)], [X0.copy() for _ in range(n_ranks)], [0] * n_ranks
     for _, step, r in sorted((number, step, r) for r, exchanges in enumerate(numbers) for number, step in exchanges):
@@ -254,7 +259,7 @@ def test_downpour_exchanges_equal_a_replay(n_ranks, on_device):
 
 
 def test_base_rule_keeps_ranks_independent(n_ranks):
-    trace = train(rules.Rule())[0]
+    trace = train(exchange_rules.Rule())[0]
     np.testing.assert_array_equal(
         trace, oracle.train(*make_oracle_arguments(n_ranks), lambda xs: xs, oracle.make_schedule(1))
     )
@@ -265,8 +270,8 @@ def test_downpour_loses_no_push(n_ranks):
 
 
 def check_pushes(n, pushes):
-    rule = rules.Downpour()
-    memory = rules.allocate_shared_arrays(rule, n, D, np.dtype("float64"))
+    rule = exchange_rules.Downpour()
+    memory = exchange_rules.allocate_shared_arrays(rule, n, D, np.dtype("float64"))
     for report in synk.run(programs.add_and_exchange, rule, make_variables(0 * X0), memory, pushes):
         assert report.tolist() == [float(n * pushes)] * D
 
@@ -274,8 +279,8 @@ def check_pushes(n, pushes):
 @pytest.mark.parametrize("on_device", ON_DEVICE)
 @pytest.mark.parametrize(("push", "fetch"), [(2, 3), (3, 1), (1, 4)])
 def test_downpour_keeps_unpushed_gradients(n_ranks, push, fetch, on_device):
-    rule = rules.Downpour(push, fetch)
-    memory = rules.allocate_shared_arrays(rule, n_ranks, D, np.dtype("float64"))
+    rule = exchange_rules.Downpour(push, fetch)
+    memory = exchange_rules.allocate_shared_arrays(rule, n_ranks, D, np.dtype("float64"))
     for report in synk.run(programs.add_and_exchange, rule, make_variables(0 * X0), memory, 13, on_device):
         np.testing.assert_allclose(report, 13.0 * n_ranks, rtol=1e-12)
 
@@ -290,8 +295,8 @@ def test_gosgd_keeps_weights_and_weighted_mean(n_ranks, on_device):
     vectors = np.random.default_rng(4).normal(size=(n_ranks, D))
     rng = np.random.default_rng(5)
     sends = [tuple(rng.permutation(n_ranks)[:2].tolist()) for _ in range(9)]
-    rule = rules.GoSGD(1.0)
-    memory = rules.allocate_shared_arrays(rule, n_ranks, D, np.dtype("float64"))
+    rule = exchange_rules.GoSGD(1.0)
+    memory = exchange_rules.allocate_shared_arrays(rule, n_ranks, D, np.dtype("float64"))
     results = synk.run(programs.send_gossip, rule, make_variables(), memory, vectors, sends, on_device)
     plain = []
     for i in range(len(sends)):
@@ -307,7 +312,7 @@ def test_gosgd_keeps_weights_and_weighted_mean(n_ranks, on_device):
 
 @pytest.mark.parametrize("on_device", ON_DEVICE)
 def test_gosgd_loses_nothing_in_training(n_ranks, on_device):
-    trace, report, states, _ = train(rules.GoSGD(0.5, seed=3), on_device=on_device)
+    trace, report, states, _ = train(exchange_rules.GoSGD(0.5, seed=3), on_device=on_device)
     assert sum(float(state["weight"]) for state in states) == pytest.approx(1, abs=1e-14)
     if n_ranks == 1:
         np.testing.assert_allclose(report, trace[0, -1], **CLOSE)
@@ -316,7 +321,7 @@ def test_gosgd_loses_nothing_in_training(n_ranks, on_device):
 @pytest.mark.parametrize("replace", [False, True])
 def test_swap_exchanges_parameters(n_ranks, replace):
     n_steps, all_sources = 20, set()
-    trace, _, _, exchanges = train(rules.Swap(1, replace, seed=1), steps=n_steps)
+    trace, _, _, exchanges = train(exchange_rules.Swap(1, replace, seed=1), steps=n_steps)
     x = [X0.copy() for _ in range(n_ranks)]
     for step in range(n_steps):
         sources = [exchanges[r][step][0] for r in range(n_ranks)]  # the ranks whose parameters ranks have got
@@ -355,7 +360,9 @@ def test_average_in_float16_does_not_overflow(n_ranks):
 
 @pytest.mark.parametrize("precision", ["float16", "bfloat16"])
 @pytest.mark.parametrize(
-    "make", [rules.LocalSGD, rules.SlowMo, rules.DiLoCo, programs.MeanRule], ids=lambda m: m.__name__
+    "make",
+    [exchange_rules.LocalSGD, exchange_rules.SlowMo, exchange_rules.DiLoCo, programs.MeanRule],
+    ids=lambda m: m.__name__,
 )
 def test_rules_with_precision_16_stay_close(n_ranks, make, precision):
     trace, report, _, _ = train(make(3, precision=precision))
@@ -413,28 +420,34 @@ def test_easgd_in_float32_does_not_drift():
 
 
 WRONG = [
-    (lambda: rules.EASGD(beta=0), "beta: expected a number above 0, up to 1, got 0"),
-    (lambda: rules.EASGD(alpha=1.1), "alpha: expected a number above 0, up to 1, got 1.1"),
-    (lambda: rules.EASGD(alpha="x"), "alpha: expected a number, got 'x'"),
-    (lambda: rules.LocalSGD(0), "period: expected at least 1, got 0"),
-    (lambda: rules.LocalSGD(1.5), "period: expected a number of steps, got 1.5"),
-    (lambda: rules.LocalSGD(state="mean"), r"state: expected one of \('keep', 'average', 'reset'\), got 'mean'"),
-    (lambda: rules.LocalSGD(precision="int8"), "precision: expected one of"),
-    (lambda: rules.BSP("mean"), r"average: expected one of \('gradient', 'params'\), got 'mean'"),
-    (lambda: rules.BSP(precision="float16"), "precision: expected None or 'bfloat16' for gradients, got 'float16'"),
-    (lambda: rules.BSP(exclude=callable), "exclude: expected average='params'"),
-    (lambda: rules.GoSGD(0), "probability: expected a number above 0, up to 1, got 0"),
-    (lambda: rules.EAMSGD(momentum=1), "momentum: expected a number from 0, below 1, got 1"),
-    (lambda: rules.Downpour(1, 2, asynchronous=False), "push, fetch: expected equal numbers"),
-    (lambda: rules.LocalSGD(exclude="bn"), "exclude: expected a function"),
-    (lambda: rules.PostLocal(start=0), "start: expected at least 1, got 0"),
-    (lambda: rules.SlowMo(lr=0), "lr: expected a positive number, got 0"),
-    (lambda: rules.EASGD(asynchronous="no"), "asynchronous: expected True or False, got 'no'"),
-    (lambda: rules.Downpour(asynchronous="no"), "asynchronous: expected True or False, got 'no'"),
-    (lambda: rules.DiLoCo(nesterov="no"), "nesterov: expected True or False, got 'no'"),
-    (lambda: rules.Swap(replace="no"), "replace: expected True or False, got 'no'"),
-    (lambda: rules.Swap(seed=1.5), "seed: expected an integer, got 1.5"),
-    (lambda: rules.GoSGD(seed=-1), "seed: expected no negative number, got -1"),
+    (lambda: exchange_rules.EASGD(beta=0), "beta: expected a number above 0, up to 1, got 0"),
+    (lambda: exchange_rules.EASGD(alpha=1.1), "alpha: expected a number above 0, up to 1, got 1.1"),
+    (lambda: exchange_rules.EASGD(alpha="x"), "alpha: expected a number, got 'x'"),
+    (lambda: exchange_rules.LocalSGD(0), "period: expected at least 1, got 0"),
+    (lambda: exchange_rules.LocalSGD(1.5), "period: expected a number of steps, got 1.5"),
+    (
+        lambda: exchange_rules.LocalSGD(state="mean"),
+        r"state: expected one of \('keep', 'average', 'reset'\), got 'mean'",
+    ),
+    (lambda: exchange_rules.LocalSGD(precision="int8"), "precision: expected one of"),
+    (lambda: exchange_rules.BSP("mean"), r"average: expected one of \('gradient', 'params'\), got 'mean'"),
+    (
+        lambda: exchange_rules.BSP(precision="float16"),
+        "precision: expected None or 'bfloat16' for gradients, got 'float16'",
+    ),
+    (lambda: exchange_rules.BSP(exclude=callable), "exclude: expected average='params'"),
+    (lambda: exchange_rules.GoSGD(0), "probability: expected a number above 0, up to 1, got 0"),
+    (lambda: exchange_rules.EAMSGD(momentum=1), "momentum: expected a number from 0, below 1, got 1"),
+    (lambda: exchange_rules.Downpour(1, 2, asynchronous=False), "push, fetch: expected equal numbers"),
+    (lambda: exchange_rules.LocalSGD(exclude="bn"), "exclude: expected a function"),
+    (lambda: exchange_rules.PostLocal(start=0), "start: expected at least 1, got 0"),
+    (lambda: exchange_rules.SlowMo(lr=0), "lr: expected a positive number, got 0"),
+    (lambda: exchange_rules.EASGD(asynchronous="no"), "asynchronous: expected True or False, got 'no'"),
+    (lambda: exchange_rules.Downpour(asynchronous="no"), "asynchronous: expected True or False, got 'no'"),
+    (lambda: exchange_rules.DiLoCo(nesterov="no"), "nesterov: expected True or False, got 'no'"),
+    (lambda: exchange_rules.Swap(replace="no"), "replace: expected True or False, got 'no'"),
+    (lambda: exchange_rules.Swap(seed=1.5), "seed: expected an integer, got 1.5"),
+    (lambda: exchange_rules.GoSGD(seed=-1), "seed: expected no negative number, got -1"),
 ]
 
 
@@ -446,12 +459,12 @@ def test_rules_refuse_wrong_options(make, message):
 
 def test_rule_repr_makes_an_equal_rule():
     rules_with_options = [
-        rules.ASGD(3), rules.BSP("params"), rules.DiLoCo(momentum=0.9999999), rules.Downpour(2, 4), rules.EAMSGD(),
-        rules.EASGD(alpha=0.5), rules.GoSGD(), rules.LocalSGD(5), rules.PostLocal(), rules.SlowMo(), rules.Swap(),
+        exchange_rules.ASGD(3), exchange_rules.BSP("params"), exchange_rules.DiLoCo(momentum=0.9999999), exchange_rules.Downpour(2, 4), exchange_rules.EAMSGD(),
+        exchange_rules.EASGD(alpha=0.5), exchange_rules.GoSGD(), exchange_rules.LocalSGD(5), exchange_rules.PostLocal(), exchange_rules.SlowMo(), exchange_rules.Swap(),
         programs.Halfway(),
     ]  # fmt: skip
     for rule in rules_with_options:
-        again = eval(repr(rule), {**vars(rules), "Halfway": programs.Halfway})
+        again = eval(repr(rule), {**vars(exchange_rules), "Halfway": programs.Halfway})
         assert again.get_options() == rule.get_options() and repr(again) == repr(rule)
     assert repr(rules_with_options[0]) == "ASGD(period=3)"
 

@@ -6,7 +6,7 @@ from library import shared
 from rule_programs import Halfway
 
 import synkhronos as synk
-from synkhronos.rules import State
+from synkhronos.exchange_rules import State
 
 pytestmark = pytest.mark.new_ranks  # workers that have imported the rule
 

@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.exchange_rules import Rule
+from synkhronos.exchange_rules.state import FlatVariables
 from synkhronos.graph_libraries import get_library, register_loaded_libraries
 from synkhronos.launcher import core_binding
 from synkhronos.launcher.configuration.settings import Settings
@@ -32,15 +34,13 @@ from synkhronos.launcher.model_class.model_interface import (
 )
 from synkhronos.launcher.model_class.model_recorder import ModelRecorder
 from synkhronos.launcher.model_class.model_variables import group_variables, track_generators
-from synkhronos.launcher.rank.gradient_sum_rule import GradientSumRule
-from synkhronos.launcher.rank.model_epoch_loop import ModelEpochLoop
-from synkhronos.launcher.rank.model_state import ModelState
-from synkhronos.launcher.rank.remote_output import RemoteRecorder, start_output_forwarder
+from synkhronos.launcher.rank_process.gradient_sum_rule import GradientSumRule
+from synkhronos.launcher.rank_process.model_epoch_loop import ModelEpochLoop
+from synkhronos.launcher.rank_process.model_state import ModelState
+from synkhronos.launcher.rank_process.remote_output import RemoteRecorder, start_output_forwarder
 from synkhronos.launcher.supervision.master_arguments import MasterArguments
 from synkhronos.programs import LocalRows, RankContext
 from synkhronos.programs.rank_context import get_rank
-from synkhronos.rules import Rule
-from synkhronos.rules.state import FlatVariables
 from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
 from synkhronos.training.monitoring.recorder import Recorder
 

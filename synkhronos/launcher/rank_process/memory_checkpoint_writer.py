@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from synkhronos.launcher.rank.model_state import ModelState
+from synkhronos.launcher.rank_process.model_state import ModelState
 from synkhronos.training.checkpoints.checkpoint import Checkpoint
 from synkhronos.training.loops.batch_loop import adapt_interval_steps
 

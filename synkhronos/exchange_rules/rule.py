@@ -13,8 +13,8 @@ from synkhronos.checks import check_at_least, check_number
 from synkhronos.data import Data
 from synkhronos.data.data_access import create_unpublished
 from synkhronos.devices import NUMPY, find_device
+from synkhronos.exchange_rules.state import State, concatenate
 from synkhronos.programs import RankContext
-from synkhronos.rules.state import State, concatenate
 from synkhronos.variable_types import Array, SharedVariable
 
 #: Shapes and dtypes of a rule's arrays in shared memory, by name.

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.exchange_rules import Rule, State
+from synkhronos.exchange_rules.rule import all_reduce_mean
+from synkhronos.exchange_rules.state import FlatVariables
 from synkhronos.programs import RankContext
 from synkhronos.programs.rank_context import get_rank
-from synkhronos.rules import Rule, State
-from synkhronos.rules.rule import all_reduce_mean
-from synkhronos.rules.state import FlatVariables
 from synkhronos.training.train_function.step_command import all_gather_rows, reduce_scatter_rows
 
 #: Key, in a checkpoint, of the sum of gradients that the next step will apply.

@@ -9,14 +9,14 @@ With a synchronous rule, all ranks exchange at the same step: `BSP`, `LocalSGD`,
 Theano-MPI's name of `GoSGD`.
 """
 
-from synkhronos.rules.averaging import BSP, LocalSGD, PostLocal
-from synkhronos.rules.downpour import ASGD, Downpour
-from synkhronos.rules.elastic import EAMSGD, EASGD
-from synkhronos.rules.gossip import GoSGD
-from synkhronos.rules.outer_optimizer import DiLoCo, SlowMo
-from synkhronos.rules.rule import Rule, allocate_shared_arrays
-from synkhronos.rules.state import State
-from synkhronos.rules.swap import Swap
+from synkhronos.exchange_rules.averaging import BSP, LocalSGD, PostLocal
+from synkhronos.exchange_rules.downpour import ASGD, Downpour
+from synkhronos.exchange_rules.elastic import EAMSGD, EASGD
+from synkhronos.exchange_rules.gossip import GoSGD
+from synkhronos.exchange_rules.outer_optimizer import DiLoCo, SlowMo
+from synkhronos.exchange_rules.rule import Rule, allocate_shared_arrays
+from synkhronos.exchange_rules.state import State
+from synkhronos.exchange_rules.swap import Swap
 
 GOSGD = GoSGD
 

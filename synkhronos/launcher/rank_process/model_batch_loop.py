@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from synkhronos.function.rank_mean import RankMeanContext
 from synkhronos.launcher.model_class.model_interface import get_steps_per_batch, use_model_precision
 from synkhronos.launcher.model_class.sanity_check import SanityCheck
-from synkhronos.launcher.rank.memory_checkpoint_writer import MemoryCheckpointWriter
-from synkhronos.launcher.rank.model_state import ModelState
+from synkhronos.launcher.rank_process.memory_checkpoint_writer import MemoryCheckpointWriter
+from synkhronos.launcher.rank_process.model_state import ModelState
 from synkhronos.programs import LocalRows
 from synkhronos.training.loops.batch_loop import BatchLoop, PeriodicExchange
 from synkhronos.training.loops.stop_signals import StopAgreement, StopPoll, get_requested_stop

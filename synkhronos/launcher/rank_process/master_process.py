@@ -1,6 +1,6 @@
 """The process of rank 0, which forks the other ranks.
 
-    python -m synkhronos.launcher.rank.master_process FOLDER ARGUMENTS
+    python -m synkhronos.launcher.rank_process.master_process FOLDER ARGUMENTS
 
 A failure is written into the run's ``failure.txt``, which the supervisor prints.
 """
@@ -18,18 +18,18 @@ import numpy as np
 
 from synkhronos.compat.theano_import import import_theano_before_fork
 from synkhronos.data.data_access import create_unpublished
+from synkhronos.exchange_rules import allocate_shared_arrays
 from synkhronos.hosts import MissingGpuError
 from synkhronos.launcher import core_binding
 from synkhronos.launcher.configuration.settings import Settings, SettingsError
 from synkhronos.launcher.model_class.model_interface import ModelInterfaceError
-from synkhronos.launcher.rank import rank_functions
+from synkhronos.launcher.rank_process import rank_functions
 from synkhronos.launcher.supervision.master_arguments import COMPLETE_EXIT_CODE, MasterArguments
 from synkhronos.launcher.supervision.run_folder import FAILURE_FILE, PROCESSES_FILE, DeathLog
 from synkhronos.programs import run
 from synkhronos.ranks import WorkerError, get_last_death, get_last_host, get_session
 from synkhronos.ranks.child_process import exit_with_parent
 from synkhronos.ranks.errors import Death, describe_rank
-from synkhronos.rules import allocate_shared_arrays
 from synkhronos.startup import fork_bound
 from synkhronos.timelines import timeline
 from synkhronos.training.loops.stop_signals import StopSignalHandler, get_requested_stop

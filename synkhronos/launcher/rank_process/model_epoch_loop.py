@@ -10,6 +10,7 @@ import time
 import numpy as np
 
 from synkhronos.devices import get_array_device
+from synkhronos.exchange_rules import BSP, Swap
 from synkhronos.graph_libraries import get_library
 from synkhronos.launcher.model_class.model import Model
 from synkhronos.launcher.model_class.model_data import ModelData
@@ -24,14 +25,13 @@ from synkhronos.launcher.model_class.model_interface import (
     use_model_precision,
 )
 from synkhronos.launcher.model_class.sanity_check import SanityCheck
-from synkhronos.launcher.rank.gradient_sum_rule import GradientSumRule
-from synkhronos.launcher.rank.memory_checkpoint_writer import MemoryCheckpointWriter
-from synkhronos.launcher.rank.model_batch_loop import ModelBatchLoop
-from synkhronos.launcher.rank.model_state import ModelState, get_global_generator_states
+from synkhronos.launcher.rank_process.gradient_sum_rule import GradientSumRule
+from synkhronos.launcher.rank_process.memory_checkpoint_writer import MemoryCheckpointWriter
+from synkhronos.launcher.rank_process.model_batch_loop import ModelBatchLoop
+from synkhronos.launcher.rank_process.model_state import ModelState, get_global_generator_states
 from synkhronos.launcher.supervision.master_arguments import MasterArguments
 from synkhronos.launcher.supervision.run_folder import DeathLog
 from synkhronos.programs import LocalRows
-from synkhronos.rules import BSP, Swap
 from synkhronos.training.loops.epoch_loop import EpochLoop
 from synkhronos.training.monitoring.early_stopping import EarlyStopping
 from synkhronos.training.monitoring.meter import RankTotals

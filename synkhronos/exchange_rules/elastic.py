@@ -8,9 +8,9 @@ import numpy as np
 
 from synkhronos.checks import check_flag, suggest_keywords
 from synkhronos.devices import NUMPY, get_array_device
+from synkhronos.exchange_rules.rule import Exclude, Period, Rule, SharedArrays, check_fraction, check_momentum
+from synkhronos.exchange_rules.state import State
 from synkhronos.programs import RankContext
-from synkhronos.rules.rule import Exclude, Period, Rule, SharedArrays, check_fraction, check_momentum
-from synkhronos.rules.state import State
 from synkhronos.variable_types import Array
 
 #: Number of the lock of the centre.

@@ -7,9 +7,9 @@ from typing import Literal
 import numpy as np
 
 from synkhronos.checks import check_choice, suggest_keywords
+from synkhronos.exchange_rules.rule import Exclude, Period, Rule, check_period
+from synkhronos.exchange_rules.state import State
 from synkhronos.programs import RankContext
-from synkhronos.rules.rule import Exclude, Period, Rule, check_period
-from synkhronos.rules.state import State
 
 
 class BSP(Rule):
