@@ -142,7 +142,7 @@ class JaxDevice(CudaDevice):
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         """Return a new array of zeros: XLA has no uninitialized arrays."""
         array = self._zeros(tuple(shape), dtype)
-        # Work that is launched later on XLA's stream, such as NCCL's, needs no wait.
+        # Work that is enqueued later on XLA's stream, such as NCCL's, needs no wait.
         return array if self._launches_inline else array.block_until_ready()
 
     @cached_property

@@ -28,4 +28,4 @@ def list_engines() -> tuple[Engine, ...]:
 
 def choose_engine(library: GraphLibrary, mode: Mode) -> Engine:
     """Return the engine for a library's functions of this mode, in this process."""
-    return next(engine for engine in list_engines() if engine.can_run(library, mode))
+    return next(engine for engine in list_engines() if engine.can_launch(library, mode))

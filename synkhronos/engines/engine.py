@@ -1,7 +1,11 @@
 """The interface of engines.
 
-An `Engine` wraps each compiled function in a `Runner`, which commands call.  An engine may also fuse a training step
-into one launch::
+An `Engine` wraps each compiled function in a `Runner`, which commands call.  The outputs of a call pass through these
+steps::
+
+    Runner.__call__ ──> store (`LazyEngine`) ──> fetch to host memory ──> reduce over the ranks ──> the user's results
+
+An engine may also fuse a training step into one launch::
 
     Runner of the gradient ──> exchange of its vector (`GradientExchange`) ──> Runner of the update
     `───────────────────────────── Engine.fuse_step ─────────────────────────────────────────────´
@@ -52,8 +56,8 @@ class Runner:
     def wait(self, results: Sequence[Any]) -> None:
         """Wait until the last launch, which returned ``results``, has been computed."""
 
-    def repeat(self, n_repeats: int) -> Runner | None:
-        """Return the runner, always the same, of ``n_repeats`` computations in one launch; None if there is none."""
+    def get_repeated(self, n_repeats: int) -> Runner | None:
+        """Return the runner of ``n_repeats`` computations in one launch, always the same; None if it can't be made."""
         return self if n_repeats == 1 else None
 
 
@@ -61,12 +65,14 @@ class StepShards(NamedTuple):
     """Variables of a step in which each rank updates its part of the parameters.
 
     The all-reduced variable is a matrix with a row for each rank.  It is reduce-scattered, and all-gathered after the
-    second function.  That function reads the reduction of this rank's ``row``, and updates it and ``state_shards``,
-    with other values on each rank.  With ``gathers_gradient``, it reads the reduction of all rows from the matrix, too.
+    second function.
     """
 
+    #: Shared variable with the reduction of this rank's row, which the second function reads and updates.
     row: Any
+    #: Shared variables that the second function updates, to other values on each rank.
     state_shards: Sequence[Any]
+    #: Whether the second function also reads the reduction of all rows, from the matrix.
     gathers_gradient: bool
 
 
@@ -137,7 +143,7 @@ class Engine:
 
     requires_static_shapes = False
 
-    def can_run(self, library: GraphLibrary, mode: Mode) -> bool:
+    def can_launch(self, library: GraphLibrary, mode: Mode) -> bool:
         """Whether this engine launches a library's functions of this mode."""
         raise NotImplementedError
 
@@ -172,8 +178,11 @@ class Engine:
         """Return outputs as NumPy arrays, after they have been computed."""
         return self.device.to_numpy_many(values)
 
-    def collect_outputs(self, rank: Rank, outputs: ReducibleOutputs) -> Any:
-        """Reduce this rank's outputs of a call, or store them for later; return the argument of `wrap_outputs`."""
+    def reduce_or_store_outputs(self, rank: Rank, outputs: ReducibleOutputs) -> Any:
+        """Reduce this rank's outputs of a call, or store them until they are read.
+
+        Return the argument ``command_result`` of `make_results`.
+        """
         return outputs.reduce(rank)
 
     # -- in the master ---------------------------------------------------------------------------------------
@@ -182,9 +191,9 @@ class Engine:
         """Prepare the session for a call.  The default is to send NumPy's floating-point error handling to workers."""
         _sync_float_errors(session)
 
-    def wrap_outputs(self, session: Session, collected: Any) -> list[Any]:
-        """Convert the master's value from `collect_outputs` to the user's results, one for each output."""
-        outputs: list[Any] = collected
+    def make_results(self, session: Session, command_result: Any) -> list[Any]:
+        """Return the user's results, one for each output, from the master's value of `reduce_or_store_outputs`."""
+        outputs: list[Any] = command_result
         return outputs
 
 

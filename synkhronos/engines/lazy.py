@@ -4,11 +4,11 @@ A training loop that reads its loss once per epoch should not wait for it at eve
 outputs, and the call returns a `Result` for each output.  The first access to a result reduces all unread outputs over
 the ranks, by one command::
 
-    call          LazyEngine.collect_outputs: each rank stores its outputs under the command's number
-                  LazyEngine.wrap_outputs: the master returns `Result`s and records the call in its `ResultTable`
-    access        FetchOutputs(all unread calls whose results exist)
+    call          LazyEngine.reduce_or_store_outputs: each rank stores its outputs under the command's number
+                  LazyEngine.make_results: the master returns `Result`s and records the call in its `ResultTable`
+    access        ReduceStoredOutputs(all unread calls whose results exist)
     deletion      a weak reference of `ResultTable` calls back
-    limits        DropOutputs(calls that were read or deleted), once there are many of them
+    limits        DropStoredOutputs(calls that were read or deleted), once there are many of them
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _get_stored_outputs(rank: Rank) -> _StoredOutputs:
 
 
 @dataclass(frozen=True, slots=True)
-class FetchOutputs(Command):
+class ReduceStoredOutputs(Command):
     """Reduce stored outputs over the ranks."""
 
     command_numbers: tuple[int, ...]
@@ -71,7 +71,7 @@ class FetchOutputs(Command):
 
 
 @dataclass(frozen=True, slots=True)
-class DropOutputs(Command):
+class DropStoredOutputs(Command):
     """Drop stored outputs."""
 
     command_numbers: tuple[int, ...]
@@ -100,9 +100,9 @@ class ResultTable(PendingOperation):
 
     def __init__(self, session: Session):
         self._session = weakref.ref(session)
-        self._unread: dict[int, _CallReference] = {}
+        self._unread_calls: dict[int, _CallReference] = {}
         self._deleted_calls: list[_CallReference] = []
-        self._droppable: list[int] = []
+        self._droppable_numbers: list[int] = []
         self._droppable_nbytes = 0
         session.rank.pending_operations.append(self)
 
@@ -115,7 +115,7 @@ class ResultTable(PendingOperation):
         """Add a call with outputs of ``nbytes`` on the master's rank; return a `Result` for each of its outputs."""
         call = _CallOutputs(command_number)
         # The callback is a C function: a callback in Python could swallow an interrupt.
-        self._unread[command_number] = _CallReference(call, self._deleted_calls.append, (command_number, nbytes))
+        self._unread_calls[command_number] = _CallReference(call, self._deleted_calls.append, (command_number, nbytes))
         return [Result(self, call, i) for i in range(n_outputs)]
 
     def drop_unneeded(self, session: Session) -> None:
@@ -123,30 +123,30 @@ class ResultTable(PendingOperation):
         while self._deleted_calls:
             self._mark_droppable(self._deleted_calls[0])
             del self._deleted_calls[0]
-        if len(self._droppable) < _MAX_DROPPABLE_CALLS and self._droppable_nbytes < _MAX_DROPPABLE_NBYTES:
+        if len(self._droppable_numbers) < _MAX_DROPPABLE_CALLS and self._droppable_nbytes < _MAX_DROPPABLE_NBYTES:
             return
-        drop = DropOutputs(tuple(self._droppable))
+        drop = DropStoredOutputs(tuple(self._droppable_numbers))
         session.run(drop)
-        del self._droppable[: len(drop.command_numbers)]
+        del self._droppable_numbers[: len(drop.command_numbers)]
         self._droppable_nbytes = 0
 
     def read_all(self) -> None:
         """Read all unread outputs whose results exist."""
         session = self._session()
         assert session is not None
-        alive = [reference() for _, reference in sorted(self._unread.items())]
+        alive = [reference() for _, reference in sorted(self._unread_calls.items())]
         calls = [call for call in alive if call is not None and call.values is None and call.error is None]
         if not calls:
             return
         try:
-            values_by_call = session.run(FetchOutputs(tuple(call.command_number for call in calls)))
+            values_by_call = session.run(ReduceStoredOutputs(tuple(call.command_number for call in calls)))
         except Exception:
             if session.close_reason is not None:
                 raise
             # The outputs of some calls can't be reduced, and raise the error at their access.  Others are read.
             for call in calls:
                 try:
-                    (call.values,) = session.run(FetchOutputs((call.command_number,)))
+                    (call.values,) = session.run(ReduceStoredOutputs((call.command_number,)))
                 except Exception as error:
                     if session.close_reason is not None:
                         raise
@@ -155,7 +155,7 @@ class ResultTable(PendingOperation):
             for call, values in zip(calls, values_by_call, strict=True):
                 call.values = values
         for call in calls:
-            self._mark_droppable(self._unread[call.command_number])
+            self._mark_droppable(self._unread_calls[call.command_number])
         self.drop_unneeded(session)
 
     finish = read_all  # before the ranks end, with which the outputs would be lost
@@ -165,9 +165,9 @@ class ResultTable(PendingOperation):
         # An interrupt may come between any two lines.  The call is added first, as dropping it twice has no effect.
         # If its bytes are counted twice, the ranks only drop earlier.
         command_number, nbytes = reference.key
-        self._droppable.append(command_number)
+        self._droppable_numbers.append(command_number)
         self._droppable_nbytes += nbytes
-        self._unread.pop(command_number, None)
+        self._unread_calls.pop(command_number, None)
 
     def get_values(self, call: _CallOutputs) -> list[Any]:
         """Return a call's outputs; read all unread outputs first if these are unread.
@@ -176,7 +176,7 @@ class ResultTable(PendingOperation):
         reduction.
         """
         if call.values is None:
-            if call.error is None and call.command_number in self._unread:
+            if call.error is None and call.command_number in self._unread_calls:
                 session = ranks.get_session()
                 if session is self._session():  # else the session has ended, and another one was started
                     with session.nested_call_lock:  # this result may be an input of a call in preparation
@@ -305,7 +305,7 @@ class LazyEngine(Engine):
         """Drop stored outputs of calls that were read or deleted, if there are many."""
         ResultTable.get_or_create(session).drop_unneeded(session)
 
-    def collect_outputs(self, rank: Rank, outputs: ReducibleOutputs) -> tuple[int, int, int]:
+    def reduce_or_store_outputs(self, rank: Rank, outputs: ReducibleOutputs) -> tuple[int, int, int]:
         """Store the outputs until they are read; return the arguments of `ResultTable.add_call`."""
         outputs = outputs.freeze(rank)
         stored = _get_stored_outputs(rank)
@@ -314,6 +314,6 @@ class LazyEngine(Engine):
         nbytes = sum(int(getattr(value, "nbytes", 0)) for value in outputs.values)
         return rank.command_number, nbytes, outputs.n_outputs
 
-    def wrap_outputs(self, session: Session, collected: tuple[int, int, int]) -> list[Any]:
+    def make_results(self, session: Session, command_result: tuple[int, int, int]) -> list[Any]:
         """Return a `Result` for each output."""
-        return ResultTable.get_or_create(session).add_call(*collected)
+        return ResultTable.get_or_create(session).add_call(*command_result)

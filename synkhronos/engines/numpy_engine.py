@@ -17,7 +17,7 @@ from synkhronos.variable_types import CompiledFunction, Mode
 class NumpyEngine(Engine):
     """Launches functions that no other engine can run."""
 
-    def can_run(self, library: GraphLibrary, mode: Mode) -> bool:
+    def can_launch(self, library: GraphLibrary, mode: Mode) -> bool:
         """Return True: this engine is tried last."""
         return True
 

@@ -13,7 +13,7 @@ from synkhronos.variable_types import CompiledFunction, Mode
 class PygpuEngine(Engine):
     """Launches functions of GpuArrays, ordered after the copies of their inputs."""
 
-    def can_run(self, library: GraphLibrary, mode: Mode) -> bool:
+    def can_launch(self, library: GraphLibrary, mode: Mode) -> bool:
         """Whether the library is Theano, and this process computes on a GPU."""
         return library.name == "theano" and PYGPU.is_on_gpu
 

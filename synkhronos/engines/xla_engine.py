@@ -25,7 +25,7 @@ class XlaEngine(LazyEngine):
 
     requires_static_shapes = True
 
-    def can_run(self, library: GraphLibrary, mode: Mode) -> bool:
+    def can_launch(self, library: GraphLibrary, mode: Mode) -> bool:
         """Whether the mode is JAX mode."""
         return library.is_xla_mode(mode)
 

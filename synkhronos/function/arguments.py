@@ -77,7 +77,7 @@ def build_computation(
         updates=pairs,
         update_ops=update_ops,
         givens=substitutions,
-        sliceable=sliceable,
+        sliceable_shareds=sliceable,
         kwargs=kwargs,
         name=name or f"synk_function_{next(_name_numbers)}",
         library=library,

@@ -70,7 +70,7 @@ class _CallFields(NamedTuple):
     variant: Variant
     #: Whether ranks may need to compile the variant; False once the master has had a result of it.
     needs_compile: bool
-    #: Locations are those of inputs of which every rank reads all rows.
+    #: An `ArrayLocation` is that of a broadcast input, of which every rank reads all rows.
     inputs: tuple[ScatteredInput | ArrayLocation, ...]
     #: Number of selected rows of all ranks together; None if no input is scattered.
     n_rows: int | None
@@ -80,7 +80,7 @@ class _CallFields(NamedTuple):
     num_slices: int
     has_updates: bool
     #: Whether outputs are reduced in this command, even by an engine that would store them until they are read.
-    fetches_outputs: bool = False
+    must_reduce_outputs: bool = False
 
 
 class Call(_CallFields, Command):
@@ -156,7 +156,7 @@ class RankCall:
         self.n_rows = 1
         if call.n_rows is not None:
             self.n_rows = len(next(share for share in self._shares if share is not None))
-        elif computation.sliceable:
+        elif computation.sliceable_shareds:
             self.n_rows = (
                 self._get_sliceable_lengths()[0] if self._sliceable_rows is None else len(self._sliceable_rows)
             )
@@ -166,7 +166,7 @@ class RankCall:
         """Compute this rank's rows, and pass the outputs to the engine.
 
         A `fused_runner` takes the place of the function's own; it launches a program that contains the function.
-        Return the result of `Engine.collect_outputs`, or with ``fetches_outputs`` the reduced outputs in the master.
+        Return the result of `Engine.reduce_or_store_outputs`, or the reduced outputs if `Call.must_reduce_outputs`.
         """
         rank, call, n_rank_means = self._rank, self.call, self.compiled.n_rank_means
         if fused_runner is not None:
@@ -188,10 +188,10 @@ class RankCall:
         if not self.compiled.output_spec.ops:
             return []
         outputs, engine = self.get_outputs(), self.computation.engine
-        if call.fetches_outputs:
+        if call.must_reduce_outputs:
             outputs = outputs.freeze(rank)
             return outputs.with_values(engine.fetch_outputs(outputs.values)).reduce(rank)
-        return engine.collect_outputs(rank, outputs)
+        return engine.reduce_or_store_outputs(rank, outputs)
 
     def _check_rank_means(self) -> None:
         """Raise ValueError on all ranks for a call whose means over ranks are not defined."""
@@ -241,7 +241,7 @@ class RankCall:
 
     def _get_sliceable_lengths(self) -> list[int]:
         library = self.computation.library
-        return [library.borrow_value(shared).shape[0] for shared in self.computation.sliceable]
+        return [library.borrow_value(shared).shape[0] for shared in self.computation.sliceable_shareds]
 
     def _select_sliceable_rows(self) -> Selection:
         """Return the selected rows of this rank's sliceable shared variables.
@@ -251,7 +251,7 @@ class RankCall:
         lengths = self._get_sliceable_lengths()
         if self.call.batch_s is None:
             if min(lengths) != max(lengths):
-                names = [shared.name for shared in self.computation.sliceable]
+                names = [shared.name for shared in self.computation.sliceable_shareds]
                 raise ValueError(
                     f"sliceable_shareds: {names} have {lengths} rows on rank {self._rank.number}; "
                     "num_slices needs equally many rows in all of them, or batch_s to select rows"
@@ -282,22 +282,22 @@ class RankCall:
             self.output_values = self._launch(self._shares, self._sliceable_rows)
             return
         lengths = [self.n_rows] if self._sliceable_rows is None else [self.n_rows, len(self._sliceable_rows)]
-        count = max(1, min(call.num_slices, *lengths))
+        n_slices = max(1, min(call.num_slices, *lengths))
         updates = self.computation.list_accumulated_updates()
-        totals = [Accumulator(op) for op in [*ops, *(op for _, op in updates)]]
-        slices = [None if share is None else split_selection(share, count) for share in self._shares]
-        sliceable_slices = None if self._sliceable_rows is None else split_selection(self._sliceable_rows, count)
-        for i in range(count):
+        accumulators = [Accumulator(op) for op in [*ops, *(op for _, op in updates)]]
+        slices = [None if share is None else split_selection(share, n_slices) for share in self._shares]
+        sliceable_slices = None if self._sliceable_rows is None else split_selection(self._sliceable_rows, n_slices)
+        for i in range(n_slices):
             rows = [None if selection is None else selection[i] for selection in slices]
             sliceable_rows = None if sliceable_slices is None else sliceable_slices[i]
-            weight = next(
+            n_rows = next(
                 (len(selection) for selection in rows if selection is not None),
                 1 if sliceable_rows is None else len(sliceable_rows),
             )
             values = self._launch(rows, sliceable_rows)
-            for total, value in zip(totals, values, strict=True):
-                total.add(value, weight)
-        results = [total.get_result() for total in totals]
+            for accumulator, value in zip(accumulators, values, strict=True):
+                accumulator.add(value, n_rows)
+        results = [accumulator.get_result() for accumulator in accumulators]
         self.output_values = results[: len(ops)]
         library = self.computation.library
         for (shared, _), value in zip(updates, results[len(ops) :], strict=True):
@@ -305,10 +305,10 @@ class RankCall:
             library.store_value(shared, self.computation.device.as_array(value) if is_on_device else value)
 
     def _launch(self, rows: Sequence[Selection | None], sliceable_rows: Selection | None) -> list[Any]:
-        """Run the compiled function on the given rows of each input, and return its outputs.  None selects all rows."""
+        """Launch the compiled function on the given rows of each input, None for all; return its outputs."""
         inputs = self._stage_inputs(rows, sliceable_rows)
-        if count := self.compiled.n_rank_means:
-            with RankMeanContext(self._rank.all_gather_bytes, count).activate():
+        if n_rank_means := self.compiled.n_rank_means:
+            with RankMeanContext(self._rank.all_gather_bytes, n_rank_means).activate():
                 results = self._runner(*inputs)
                 self._runner.wait(results)
             return results

@@ -87,21 +87,21 @@ class Computation:
     update_ops: list[OutputOp]
     #: Substitutions in the graph.
     givens: list[tuple[Any, Any]]
-    #: Shared variables whose rows a call can select.
-    sliceable: list[Any]
+    #: Shared variables whose rows ``batch_s`` selects and ``num_slices`` divides.
+    sliceable_shareds: list[Any]
     #: Other arguments of the library's ``function``.
     kwargs: dict[str, Any]
     name: str
     library: GraphLibrary
     #: Variants that this rank has compiled.
-    compiled: dict[Variant, CompiledVariant] = field(default_factory=dict)
+    compiled_variants: dict[Variant, CompiledVariant] = field(default_factory=dict)
     #: Device memory for the selected rows of each input, by its position, and for their indexes, by "rows".
     buffers: defaultdict[int | str, Buffers] = field(default_factory=lambda: defaultdict(dict))
     #: User code that the workers import by name; None until the computation is sent.
     user_code: UserCode | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**self.__dict__, "compiled": {}, "buffers": defaultdict(dict), "user_code": None}
+        state = {**self.__dict__, "compiled_variants": {}, "buffers": defaultdict(dict), "user_code": None}
         # The process that unpickles it chooses its own engine and device.
         for name in _ENGINE_ATTRIBUTES:
             state.pop(name, None)
@@ -114,7 +114,7 @@ class Computation:
             *(self.library.get_output_variable(output) for output in self.outputs),
             *(variable for pair in self.updates for variable in pair),
             *(variable for pair in self.givens for variable in pair),
-            *self.sliceable,
+            *self.sliceable_shareds,
         ]
 
     def list_shareds(self) -> list[Any]:
@@ -169,7 +169,7 @@ class Computation:
         if "device" in self.__dict__ and (self.engine, self.device) != (engine, engine.device):
             for name in _ENGINE_ATTRIBUTES:
                 self.__dict__.pop(name, None)
-            self.compiled.clear()
+            self.compiled_variants.clear()
             self.buffers.clear()
 
     def move_to_device(self) -> None:
@@ -183,7 +183,7 @@ class Computation:
 
     def get_or_compile(self, variant: Variant) -> CompiledVariant:
         """Return a compiled variant, which this rank compiles at the first request."""
-        compiled = self.compiled.get(variant)
+        compiled = self.compiled_variants.get(variant)
         if compiled is None:
             subset = range(len(self.outputs)) if variant.output_subset is None else variant.output_subset
             types = [self.library.get_output_variable(self.outputs[i]).type for i in subset]
@@ -195,7 +195,7 @@ class Computation:
                 self.library, function, n_inputs, allows_opaque_outputs=not variant.returns_updates
             )
             compiled = CompiledVariant(function, runner, output_spec, count_rank_means(function))
-            self.compiled[variant] = compiled
+            self.compiled_variants[variant] = compiled
         return compiled
 
     def _compile(self, variant: Variant) -> Callable[..., Any]:
@@ -221,7 +221,9 @@ class Computation:
             keys = [key if key.owner is not None else expression for key, expression in givens]
             values = [expression for _, expression in givens]
             groups = [variables, expressions, values, keys]
-            cloned = iter(library.clone([v for group in groups for v in group], {s: select(s) for s in self.sliceable}))
+            cloned = iter(
+                library.clone([v for group in groups for v in group], {s: select(s) for s in self.sliceable_shareds})
+            )
             variables, expressions, values, keys = ([next(cloned) for _ in group] for group in groups)
             givens = [
                 (key if key.owner is None else clone, value)

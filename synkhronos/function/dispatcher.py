@@ -37,10 +37,11 @@ class Dispatcher:
         self.computation = computation
         #: Key of the computation among the ranks' objects.
         self.key = ("function", next(_key_numbers))
-        #: Session to whose workers the computation was sent.
-        self.session: Session | None = None
+        #: Session to whose workers the computation was sent; None before.
+        self.distributed_session: Session | None = None
         self.input_writer = CallInputWriter(computation)
-        self._compiled_variants: set[Variant] = set()  # on all ranks
+        #: Variants that all ranks have compiled.
+        self._compiled_variants: set[Variant] = set()
 
     # -- calls -----------------------------------------------------------------------------------------------
 
@@ -49,7 +50,7 @@ class Dispatcher:
         session = ranks.get_session()
         with session.call_lock:
             session.begin_call()
-            call = self.build_call(session, inputs)._replace(fetches_outputs=True)
+            call = self.build_call(session, inputs)._replace(must_reduce_outputs=True)
             return self.finish_call(session, call, session.run(call))
 
     def build_call(
@@ -88,8 +89,8 @@ class Dispatcher:
         self._compiled_variants.add(call.variant)
         if not command_result:
             return []
-        if not call.fetches_outputs:
-            command_result = self.computation.engine.wrap_outputs(session, command_result)
+        if not call.must_reduce_outputs:
+            command_result = self.computation.engine.make_results(session, command_result)
         return [np.asarray(result) if isinstance(result, np.generic) else result for result in command_result]
 
     @property
@@ -106,7 +107,7 @@ class Dispatcher:
         computation = self.computation
         num_slices = check_at_least(num_slices, "num_slices", 1)
         if num_slices > 1:
-            if not computation.n_scattered and not computation.sliceable:
+            if not computation.n_scattered and not computation.sliceable_shareds:
                 raise ValueError(
                     f"num_slices={num_slices}: {computation.name} has no scattered inputs and no sliceable_shareds "
                     "to divide"
@@ -124,10 +125,10 @@ class Dispatcher:
                         f"for dtype {shared.type.dtype}; give the update another op"
                     )
         row_selector = None
-        if batch_s is not None and not computation.sliceable:
+        if batch_s is not None and not computation.sliceable_shareds:
             raise ValueError(f"batch_s: {computation.name} was made without sliceable_shareds")
-        if computation.sliceable and (batch_s is not None or num_slices > 1):
-            for shared in computation.sliceable:
+        if computation.sliceable_shareds and (batch_s is not None or num_slices > 1):
+            for shared in computation.sliceable_shareds:
                 if any(shared is updated for updated, _ in computation.updates + computation.default_updates):
                     argument = "num_slices" if batch_s is None else "batch_s"
                     raise ValueError(
@@ -161,14 +162,14 @@ class Dispatcher:
         computation = self.computation
         if computation.user_code is not None and computation.user_code.update_if_changed():
             # The master compiles again, too: its compiled variants may hold the old code.
-            computation.compiled.clear()
-            self.session = None
-        if self.session is not session:
+            computation.compiled_variants.clear()
+            self.distributed_session = None
+        if self.distributed_session is not session:
             _distribute(session, [self])
 
     def finish_distribution(self, session: Session) -> None:
         """Record that the workers have the computation, and move the master's shared variables to its device."""
-        self.session = session
+        self.distributed_session = session
         session.replacement_callbacks[self] = Dispatcher._handle_worker_replacement
         self._compiled_variants = set()
         self.computation.reset_if_engine_changed()
@@ -178,29 +179,29 @@ class Dispatcher:
 
     def _handle_worker_replacement(self) -> None:
         """Schedule the computation again if the workers were replaced by new processes; forks have inherited it."""
-        if self.session is not None and not self.session.has_forked_workers:
-            self.session = None
+        if self.distributed_session is not None and not self.distributed_session.has_forked_workers:
+            self.distributed_session = None
             schedule_distribution(self)
 
 
-class _PendingDispatchers(WeakKeyDict[Dispatcher, bool]):
+class _ScheduledDispatchers(WeakKeyDict[Dispatcher, bool]):
     """Dispatchers whose computations `distribute_scheduled` sends; others send theirs at their first call."""
 
 
 def schedule_distribution(dispatcher: Dispatcher) -> None:
     """Add a dispatcher to those whose computations `distribute_scheduled` sends, if ranks are running."""
     with contextlib.suppress(RuntimeError):  # a function can be unpickled while no ranks are running
-        ranks.get_session().registry.get_or_create(_PendingDispatchers)[dispatcher] = True
+        ranks.get_session().registry.get_or_create(_ScheduledDispatchers)[dispatcher] = True
 
 
 def distribute_scheduled(session: Session) -> None:
     """Send all scheduled computations to the workers."""
-    _distribute(session, list(session.registry.get_or_create(_PendingDispatchers)))
+    _distribute(session, list(session.registry.get_or_create(_ScheduledDispatchers)))
 
 
 def _distribute(session: Session, dispatchers: Sequence[Dispatcher]) -> None:
     """Send computations to workers that don't have them, in one message for each graph library."""
-    dispatchers = [dispatcher for dispatcher in dispatchers if dispatcher.session is not session]
+    dispatchers = [dispatcher for dispatcher in dispatchers if dispatcher.distributed_session is not session]
     dispatchers.sort(key=lambda dispatcher: dispatcher.key)
     by_library: dict[str, list[Dispatcher]] = {}
     for dispatcher in dispatchers:
@@ -223,4 +224,4 @@ def _distribute(session: Session, dispatchers: Sequence[Dispatcher]) -> None:
             computation.user_code = code
     for dispatcher in dispatchers:
         dispatcher.finish_distribution(session)
-        session.registry.get_or_create(_PendingDispatchers).discard(dispatcher)
+        session.registry.get_or_create(_ScheduledDispatchers).discard(dispatcher)

@@ -89,7 +89,7 @@ class CallInputWriter:
 
         rows, first_row = self._select_batch(checked[:n], batch)
         call_inputs: list[ScatteredInput | ArrayLocation] = []
-        index: ArrayLocation | None = None
+        index_location: ArrayLocation | None = None
         for i, value in enumerate(checked):
             if i >= n:
                 call_inputs.append(self._write_broadcast_input(i, value))
@@ -104,7 +104,9 @@ class CallInputWriter:
                 if isinstance(rows, range):
                     selected = rows
                 else:
-                    selected = index = self._buffers.write("batch", rows) if index is None else index
+                    if index_location is None:
+                        index_location = self._buffers.write("batch", rows)
+                    selected = index_location
                 array = get_array_location(value)
                 call_inputs.append(ScatteredInput(array, selected, first_row if value.minibatch else 0))
         return tuple(call_inputs), len(rows)
@@ -129,9 +131,9 @@ class CallInputWriter:
             except (TypeError, ValueError, AttributeError) as error:
                 error_class = ValueError if isinstance(error, ValueError) else TypeError
                 raise error_class(f"{name}: expected {variable_type}, got {_describe_value(value)}: {error}") from None
-        fixed = self._static_shapes[position]
-        if fixed is not None and any(f is not None and f != s for f, s in zip(fixed, checked.shape, strict=True)):
-            raise ValueError(f"{name}: expected shape {fixed} (None is any length), got {checked.shape}")
+        static = self._static_shapes[position]
+        if static is not None and any(n not in (None, length) for n, length in zip(static, checked.shape, strict=True)):
+            raise ValueError(f"{name}: expected shape {static} (None is any length), got {checked.shape}")
         return checked
 
     def _select_batch(self, values: Sequence[Data | np.ndarray], batch: BatchArgument) -> tuple[Selection, int]:

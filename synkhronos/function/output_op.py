@@ -19,7 +19,7 @@ class OutputOp:
     #: A key of `REDUCE_OPS`.  None: no reduction, but the value of the last slice and of the master.
     name: str | None
     #: Whether values on GPUs, too, are reduced in host memory: the prefix ``c_``.
-    on_host: bool = False
+    uses_host_memory: bool = False
 
     @classmethod
     def parse(cls, op: object, argument: str) -> OutputOp:
@@ -36,7 +36,7 @@ class OutputOp:
     @property
     def full_name(self) -> str | None:
         """Name with the prefix ``c_``, if the op has it: the argument of `parse`."""
-        return f"c_{self.name}" if self.on_host else self.name
+        return f"c_{self.name}" if self.uses_host_memory else self.name
 
     @property
     def reduce_op(self) -> ReduceOp:

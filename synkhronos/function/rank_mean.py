@@ -29,7 +29,7 @@ class RankMeanContext:
     means over ranks in the function; None if it is unknown.
     """
 
-    #: The launch in progress in this process.
+    #: Context of the launch in progress in this process.
     current: ClassVar[RankMeanContext | None] = None
     #: Whether means over ranks are refused, because ranks call functions at their own pace.
     is_forbidden: ClassVar[bool] = False
@@ -87,9 +87,9 @@ class RankMeanContext:
 
 def average_over_ranks(values: np.ndarray, weight: float) -> np.ndarray:
     """Return the mean of a vector over the ranks; outside a call on all ranks, return the vector itself."""
-    launch = RankMeanContext.current
-    if launch is not None:
-        return launch.average(np.asarray(values), float(weight))
+    context = RankMeanContext.current
+    if context is not None:
+        return context.average(np.asarray(values), float(weight))
     if RankMeanContext.is_forbidden:
         raise make_own_pace_error()
     return np.asarray(values)

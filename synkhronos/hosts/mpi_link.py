@@ -288,12 +288,12 @@ class MpiLink(Link):
             return None
         length = self._control.words[ControlMemory.FAILURE_NBYTES]
         if length:
-            cause, rank, death = json.loads(bytes(self._link_memory.failure_message[:length]))
+            description, rank, death = json.loads(bytes(self._link_memory.failure_message[:length]))
             if death is not None:
                 death = Death(*death)
                 if not death.pid:  # a host has failed
                     death = death._replace(lost_ranks=self.ranks_by_host[find_host(self.ranks_by_host, rank)])
-            return SessionFailure(cause, rank, death)
+            return SessionFailure(description, rank, death)
         assert self._channel is not None
         if self._mpirun.poll() is None and not is_peer_closed(self._channel):
             return None
@@ -306,17 +306,17 @@ class MpiLink(Link):
     def _describe_lost_connection(self, exit_status: int | None) -> SessionFailure:
         """Return the failure that ended the connection, from the exit status and the last lines of ``mpirun``."""
         if exit_status is not None and exit_status < 0:
-            text = f"mpirun, which connects the hosts, (process {self._mpirun.pid}) {describe_exit(exit_status)}"
-            return SessionFailure(text, 0, Death(0, "", 0, f"ended: {text}"))
+            description = f"mpirun, which connects the hosts, (process {self._mpirun.pid}) {describe_exit(exit_status)}"
+            return SessionFailure(description, 0, Death(0, "", 0, f"ended: {description}"))
         lost_hosts = mpirun.find_lost_hosts(" ".join(list(self._last_output_lines)), self._aliases)
         names = [describe_host(self.host_names[i], self.ranks_by_host[i]) for i in lost_hosts]
-        description = names[0] if len(names) == 1 else f"one of {', '.join(names)}"
-        cause = "was lost: the host, or the agent there, has ended"
-        text, ranks = f"{description} {cause}", self.ranks_by_host[lost_hosts[0]]
-        death = Death(ranks.start, self.host_names[lost_hosts[0]], 0, cause, ranks)
+        hosts_text = names[0] if len(names) == 1 else f"one of {', '.join(names)}"
+        exit_description = "was lost: the host, or the agent there, has ended"
+        description, ranks = f"{hosts_text} {exit_description}", self.ranks_by_host[lost_hosts[0]]
+        death = Death(ranks.start, self.host_names[lost_hosts[0]], 0, exit_description, ranks)
         if len(names) > 1 or lost_hosts == [0]:  # the host is unknown, or is this host, which is alive
-            death = Death(ranks.start, "", 0, f"ended: {text}")
-        return SessionFailure(text, ranks.start, death)
+            death = Death(ranks.start, "", 0, f"ended: {description}")
+        return SessionFailure(description, ranks.start, death)
 
     def shut_down(
         self, kill: bool, grace_seconds: float, should_kill: Callable[[], bool], keeps_agents: bool = False
@@ -444,10 +444,10 @@ class MpiLink(Link):
                 unreachable.append(host.name)
         return unreachable
 
-    def _make_start_error(self, lost_ranks: Sequence[int], cause: str) -> StartError:
+    def _make_start_error(self, lost_ranks: Sequence[int], reason: str) -> StartError:
         """Return the error for ranks that can't start.  A start without these ranks may succeed."""
         host = self.get_host_name(lost_ranks[0])
-        return StartError(cause, Death.from_failed_start(lost_ranks[0], host, cause, lost_ranks))
+        return StartError(reason, Death.from_failed_start(lost_ranks[0], host, reason, lost_ranks))
 
     def _forward_output(self, stream: IO[str], name: str) -> None:
         """Forward the hosts' output to a standard stream of this process, and store its last lines for messages."""

@@ -49,7 +49,7 @@ def main() -> None:
         sys.stderr.write(f"{error}\n")
         # A worker of another host has reported only to the controller of its host.
         is_self_reported = bool(error.reports) and error.reports[0].class_name == ScriptError.__name__
-        message = error.cause.replace(f"rank {error.rank}", f"worker {error.rank}", 1)
+        message = error.description.replace(f"rank {error.rank}", f"worker {error.rank}", 1)
         _report_failure(error.rank, error.reports[0].message if is_self_reported else message, is_self_reported)
         sys.exit(1)
     except RuntimeError as error:  # other workers wait for a worker that has ended

@@ -56,7 +56,7 @@ class LocalFunction:
         them.  Return None if the function is not compiled by XLA, or if an output is not a scalar.
         """
         self._peers.report_progress()
-        repeated = self._get_runner().repeat(n_repeats)
+        repeated = self._get_runner().get_repeated(n_repeats)
         return None if repeated is None else self._launch(repeated, inputs)
 
     @property

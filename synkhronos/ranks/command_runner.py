@@ -38,7 +38,7 @@ from synkhronos.ranks.command import Command
 from synkhronos.ranks.control_memory import ControlMemory
 from synkhronos.ranks.errors import (
     Cancelled,
-    FailureReport,
+    ExceptionReport,
     SessionFailure,
     WorkerError,
     describe_effect,
@@ -60,10 +60,10 @@ _NESTED_CALL = (
 
 
 class CommandRunner(ABC):
-    """The half of `Session` that runs commands.
+    """Posts commands, runs them on all ranks, one at a time, and raises their errors.
 
-    It is a base class and no component of the session, as either half calls the other: a death in a command closes the
-    session.
+    It is the base class of `Session`, which starts, watches and ends the ranks.  It is no component of the session, as
+    either calls the other: a death in a command closes the session.
 
     A call that uses the ranks holds the session's lock, so that calls of threads and signal handlers can't mix::
 
@@ -248,7 +248,7 @@ class CommandRunner(ABC):
             return None, error
         return result, None
 
-    def _read_reports(self, command_number: int) -> list[FailureReport]:
+    def _read_reports(self, command_number: int) -> list[ExceptionReport]:
         """Return the workers' reports of a failed command."""
         control, link = self._control, self._group.link
         return [
@@ -264,7 +264,7 @@ class CommandRunner(ABC):
         command: Command,
         command_number: int,
         master_error: BaseException | None,
-        reports: Sequence[FailureReport],
+        reports: Sequence[ExceptionReport],
     ) -> BaseException:
         """Return the exception of a failed command: one made of the workers' reports, or that of the master's part."""
         control, size = self._control, self._control.size
@@ -292,24 +292,19 @@ class CommandRunner(ABC):
             done[me] = command_number
         self._all_ranks_done = self._group.wait_until_done(self._raise_if_failed_or_late, limit)
 
-    # -- deaths and time limits --------------------------------------------------------------------------------
+    def _make_close_error(self, master_error: BaseException | None) -> BaseException:
+        """Return the exception of a call during which the session was closed, in another thread or a handler."""
+        if isinstance(master_error, WorkerError) or not isinstance(master_error, Exception | None):
+            return master_error
+        error: Exception
+        if self.failure is not None:  # noticed first in another thread, such as a device's watchdog
+            error = WorkerError(self.close_reason or "", self.failure.rank, description=self.failure.description)
+        else:
+            error = RuntimeError(f"while this call ran, {self.close_reason}")
+        error.__cause__ = None if isinstance(master_error, Cancelled) else master_error
+        return error
 
-    def _raise_if_failed_or_late(self) -> None:
-        """End the session and raise WorkerError if a worker has died, a host has failed, or a rank is late."""
-        if self.timeout is not None and time.monotonic() - self._command_start_time > self.timeout:
-            timeout_failure = self._group.find_timeout_failure(self._command_start_time, self.timeout)
-            if timeout_failure is not None:
-                self._close_after_failure(timeout_failure)
-        self._raise_if_peer_or_host_failed()
-
-    def _raise_if_peer_or_host_failed(self) -> None:
-        """End the session and raise WorkerError if a worker has died or another host has failed."""
-        watch = self._watch
-        command_thread, watch.command_thread = watch.command_thread, 0  # no PeerDied while this handles it
-        failure = self._group.find_failure()
-        if failure is not None:
-            self._close_after_failure(failure)
-        watch.command_thread = command_thread
+    # -- failures, which the session detects ---------------------------------------------------------------------
 
     def _has_pending_operation_between_commands(self) -> bool:
         """Whether an operation with the workers is pending although no command runs."""
@@ -319,17 +314,9 @@ class CommandRunner(ABC):
         )
 
     @abstractmethod
-    def _close_after_failure(self, failure: SessionFailure) -> None:
-        """Kill all workers, close the session and raise a WorkerError."""
+    def _raise_if_failed_or_late(self) -> None:
+        """End the session and raise WorkerError if a worker has died, a host has failed, or a rank is late."""
 
-    def _make_close_error(self, master_error: BaseException | None) -> BaseException:
-        """Return the exception of a call during which the session was closed, in another thread or a handler."""
-        if isinstance(master_error, WorkerError) or not isinstance(master_error, Exception | None):
-            return master_error
-        error: Exception
-        if self.failure is not None:  # noticed first in another thread, such as a device's watchdog
-            error = WorkerError(self.close_reason or "", self.failure.rank, cause=self.failure.description)
-        else:
-            error = RuntimeError(f"while this call ran, {self.close_reason}")
-        error.__cause__ = None if isinstance(master_error, Cancelled) else master_error
-        return error
+    @abstractmethod
+    def _raise_if_peer_or_host_failed(self) -> None:
+        """End the session and raise WorkerError if a worker has died or another host has failed."""

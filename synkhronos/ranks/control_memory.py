@@ -30,7 +30,7 @@ from synkhronos.ranks.segments import create_unlinked_file, map_file
 MAILBOX_NBYTES = 1 << 18
 #: Number of bytes of a slot, in which a rank publishes a value at a barrier.
 SLOT_NBYTES = 1 << 16
-#: Index of a rank's slot for its failure report; barriers use slots 0 and 1 in turn.
+#: Index of a rank's slot for its exception report; barriers use slots 0 and 1 in turn.
 _REPORT_SLOT = 2
 #: Number of bytes of one half of a rank's scratch memory, through which host-memory collectives stream arrays.
 SCRATCH_NBYTES = 1 << 20
@@ -96,7 +96,7 @@ class ControlMemory:
         For each rank: the last command that it has finished; the number of the last barrier that it has arrived at;
         the last command whose effect it has applied.
     sleep_reason, report_nbytes : memoryview of uint64
-        Reason for which each rank sleeps (`AWAKE` if it does not), and number of bytes of its failure report.
+        Reason for which each rank sleeps (`AWAKE` if it does not), and number of bytes of its exception report.
     last_core, last_progress : memoryview of uint64
         Core, counted from 1, on which each rank last began to wait, and monotonic time of its last sign of progress in
         ns.
@@ -175,12 +175,12 @@ class ControlMemory:
         return self._slots[rank][parity]
 
     def write_report(self, rank: int, report: bytes) -> None:
-        """Store a rank's failure report."""
+        """Store a rank's exception report."""
         self._slots[rank][_REPORT_SLOT][: len(report)] = report
         self.report_nbytes[rank] = len(report)
 
     def read_report(self, rank: int) -> bytes:
-        """Return a rank's failure report; empty if it has none."""
+        """Return a rank's exception report; empty if it has none."""
         return bytes(self._slots[rank][_REPORT_SLOT][: self.report_nbytes[rank]])
 
     def fence(self) -> None:

@@ -1,4 +1,11 @@
-"""Errors that ranks raise, and descriptions of failed ranks."""
+"""Errors that ranks raise, and descriptions of failed ranks.
+
+- A rank raises an exception: the command *fails*.  The rank writes an `ExceptionReport`; the session continues.
+- A worker exits or can't start, or a host is lost: a `Death`.
+- A death, or a rank that does not finish in time, ends the session: a `SessionFailure`.
+
+The master raises a `WorkerError` in all of these cases.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +20,7 @@ _MAX_NAME_CHARS = 500
 
 
 @dataclass(frozen=True)
-class FailureReport:
+class ExceptionReport:
     """Description of a rank's exception, from which the master makes a `WorkerError`.
 
     ``module`` and ``class_name`` belong to the exception's class.  Long texts are shortened, as a report has to fit
@@ -28,7 +35,7 @@ class FailureReport:
     host: str = ""
 
     @classmethod
-    def from_exception(cls, rank: int, error: BaseException, max_chars: int) -> FailureReport:
+    def from_exception(cls, rank: int, error: BaseException, max_chars: int) -> ExceptionReport:
         """Build the report of an exception; message and traceback get about ``max_chars`` characters each."""
         try:
             message = str(error)
@@ -65,9 +72,9 @@ class WorkerError(RuntimeError):
         Traceback of that worker; "" if it died without one.
     failures : dict of int to str
         One line for each rank that failed.
-    reports : sequence of FailureReport
+    reports : sequence of ExceptionReport
         Descriptions of the exceptions of these ranks; empty after a death.
-    cause : str
+    description : str
         Clause that names the rank and its failure, such as "rank 1 (process 12) was killed by SIGKILL".
 
     Notes
@@ -75,19 +82,19 @@ class WorkerError(RuntimeError):
     After an exception the ranks stay usable.  After a death they are closed: call `synkhronos.fork` again.
     """
 
-    def __init__(self, message: str, rank: int, reports: Sequence[FailureReport] = (), cause: str | None = None):
+    def __init__(self, message: str, rank: int, reports: Sequence[ExceptionReport] = (), description: str = ""):
         super().__init__(message)
         self.rank = rank
         self.reports = reports
-        self.cause = message.partition("\n")[0] if cause is None else cause
+        self.description = description or message.partition("\n")[0]
         self.worker_traceback = reports[0].traceback if reports else ""
         self.failures = {report.rank: report.summarize() for report in reports} or {rank: message}
 
     def __reduce__(self) -> Any:
-        return type(self), (str(self), self.rank, self.reports, self.cause)
+        return type(self), (str(self), self.rank, self.reports, self.description)
 
 
-def make_worker_error(reports: Sequence[FailureReport], effect: str) -> WorkerError:
+def make_worker_error(reports: Sequence[ExceptionReport], effect: str) -> WorkerError:
     """Return the error for ranks that raised exceptions; ``effect`` is a sentence of `describe_effect`."""
     first = reports[0]
     head = f"{describe_rank(first.rank, first.host)} raised {first.class_name}: {first.message}"
@@ -101,7 +108,7 @@ def make_worker_error(reports: Sequence[FailureReport], effect: str) -> WorkerEr
 
 
 class Death(NamedTuple):
-    """Exit of a worker, its failure to start, or failure of a host, that ended a session.
+    """Exit of a worker, failed start of a worker, or loss of a host.
 
     ``rank`` is the worker's, or the first of a lost host.  ``pid`` is 0 unless a worker has exited.
     ``exit_description`` is a verb phrase, such as "was killed by SIGKILL".  ``lost_ranks`` are all ranks of lost hosts,

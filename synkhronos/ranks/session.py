@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
+import time
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -34,7 +35,9 @@ _log = logging.getLogger("synkhronos")
 
 
 class Session(CommandRunner):
-    """The master and the workers that it started: with ``spawn``, new processes in place of forks of this one.
+    """Starts, watches, ends and replaces the workers; as a `CommandRunner`, runs commands on the ranks.
+
+    With ``spawn``, workers are new processes in place of forks of this one.
 
     Attributes
     ----------
@@ -99,6 +102,25 @@ class Session(CommandRunner):
         """The worker's exit that closed the session, if one did."""
         return None if self.failure is None else self.failure.death
 
+    # -- failures ----------------------------------------------------------------------------------------------
+
+    def _raise_if_failed_or_late(self) -> None:
+        """End the session and raise WorkerError if a worker has died, a host has failed, or a rank is late."""
+        if self.timeout is not None and time.monotonic() - self._command_start_time > self.timeout:
+            timeout_failure = self._group.find_timeout_failure(self._command_start_time, self.timeout)
+            if timeout_failure is not None:
+                self._close_after_failure(timeout_failure)
+        self._raise_if_peer_or_host_failed()
+
+    def _raise_if_peer_or_host_failed(self) -> None:
+        """End the session and raise WorkerError if a worker has died or another host has failed."""
+        watch = self._watch
+        command_thread, watch.command_thread = watch.command_thread, 0  # no PeerDied while this handles it
+        failure = self._group.find_failure()
+        if failure is not None:
+            self._close_after_failure(failure)
+        watch.command_thread = command_thread
+
     # -- the end -----------------------------------------------------------------------------------------------
 
     def close(self, kill: bool = False) -> None:
@@ -153,7 +175,7 @@ class Session(CommandRunner):
         self.has_kept_memory = self._n_keep_memory_contexts > 0 and failure.death is not None
         self.close(kill=True)
         self.close_reason, self.failure = message, failure
-        raise WorkerError(message, failure.rank, cause=failure.description)
+        raise WorkerError(message, failure.rank, description=failure.description)
 
     def _shut_down(self, kill: bool) -> None:
         """End the workers and free everything; a signal that arrives meanwhile shortens the workers' grace period."""
@@ -288,9 +310,9 @@ class Session(CommandRunner):
             death = Death.from_failed_start(rank, "", text.partition("\n")[0])
             self.has_kept_memory = self._n_keep_memory_contexts > 0
             self.close(kill=True)
-            cause = f"rank {rank} {death.exit_description}"
-            self.close_reason = f"{cause}.  Call synkhronos.fork() to start again."
-            self.failure = SessionFailure(cause, rank, death)
+            description = f"rank {rank} {death.exit_description}"
+            self.close_reason = f"{description}.  Call synkhronos.fork() to start again."
+            self.failure = SessionFailure(description, rank, death)
 
 
 def _call_all(callbacks: WeakKeyDict[Any, Callable[[Any], None]]) -> None:

@@ -22,14 +22,14 @@ from synkhronos.containers import BoundedCache
 from synkhronos.ranks.child_process import JOB_SIGNALS, exit_with_parent, spawn
 from synkhronos.ranks.command import MAX_CACHED_COMMANDS, MAX_CACHED_NBYTES, Command
 from synkhronos.ranks.control_memory import AWAITS_COMMAND, AWAITS_COMPLETION, SLOT_NBYTES, ControlMemory
-from synkhronos.ranks.errors import Cancelled, FailureReport
+from synkhronos.ranks.errors import Cancelled, ExceptionReport
 from synkhronos.ranks.rank import Rank
 from synkhronos.ranks.segments import SegmentReceiver
 from synkhronos.ranks.thread_limit import ThreadLimit
 
 #: Seconds between an idle worker's checks whether the master lives, for systems whose kernel does not report its death.
 IDLE_POLL_SECONDS = 0.5
-#: Maximal number of characters of the message and of the traceback in a failure report.  A character has up to four
+#: Maximal number of characters of the message and of the traceback in a exception report.  A character has up to four
 #: bytes in UTF-8, so the two take up to 4/5 of the slot, and leave room for the names in the report.
 _MAX_REPORT_CHARS = SLOT_NBYTES // 10
 
@@ -161,7 +161,7 @@ def run_commands(rank: Rank, channel: socket.socket, newest_key: int) -> None:
         except BaseException as error:  # SystemExit, too: exit() within a graph is an error
             _remove_from_context(error, inherited_error)
             # The report is written first: a rank that notices the failure may read it.
-            report = pickle.dumps(FailureReport.from_exception(rank.number, error, _MAX_REPORT_CHARS))
+            report = pickle.dumps(ExceptionReport.from_exception(rank.number, error, _MAX_REPORT_CHARS))
             control.write_report(rank.number, report)
             rank.barriers.fail_command()
             del error

@@ -20,7 +20,7 @@ from synkhronos.devices import JAX, PYGPU, cuda
 from synkhronos.devices.cuda.nccl import NcclGroupCommunicator
 from synkhronos.devices.cuda.staging import Staging, _PinnedMemory
 from synkhronos.devices.jax.xla_communicator import BufferSpan, XlaCommunicator
-from synkhronos.engines.xla.fused_runner import NcclCollectiveLauncher
+from synkhronos.engines.xla.fused_runner import NcclCollectiveHandler
 from synkhronos.patching import set_environment
 from synkhronos.ranks import Cancelled
 
@@ -370,7 +370,7 @@ def all_reduce_in_launch(communicator, gpu, count=3):
     gpu.cuMemcpyAsync = lambda *arguments: copied.append(arguments)
     communicator._connection.valid_flag[0] = 1
     gpu.command_number = 5
-    communicator.launch_on_xla_stream([(64, 64, count, "float32")], "sum", 96, 7)
+    communicator.enqueue_on_xla_stream([(64, 64, count, "float32")], "sum", 96, 7)
     return copied
 
 
@@ -414,26 +414,26 @@ def streams(connected):
 
 def test_launch_all_reduce_of_chunks_overlaps_and_is_joined(streams):
     communicator, events = streams
-    communicator.launch_on_side_stream([(64, 64, 3, "float32")], "sum", 7)
+    communicator.enqueue_on_side_stream([(64, 64, 3, "float32")], "sum", 7)
     assert events == ["record 7", "8 waits", "3 items of 7 on 8"]
     events.clear()
-    communicator.launch_on_xla_stream([(96, 96, 2, "bfloat16"), (98, 98, 1, "float32")], "sum", 128, 7)
+    communicator.enqueue_on_xla_stream([(96, 96, 2, "bfloat16"), (98, 98, 1, "float32")], "sum", 128, 7)
     assert events == ["record 8", "7 waits", "2 items of 9 on 7", "1 items of 7 on 7", "flag 7"]
     events.clear()
-    communicator.launch_on_xla_stream([(96, 96, 2, "float32")], "sum", 128, 7)
+    communicator.enqueue_on_xla_stream([(96, 96, 2, "float32")], "sum", 128, 7)
     assert events == ["2 items of 7 on 7", "flag 7"]  # nothing was started since
 
 
 def test_launch_all_reduce_needs_agreement_of_all_ranks(streams):
     communicator, events = streams
-    launcher = NcclCollectiveLauncher(types.SimpleNamespace(), communicator, "sum", (5,), is_repeated=False)
-    launcher.start([BufferSpan(64, 64, 3, "float32")], 7)
+    handler = NcclCollectiveHandler(types.SimpleNamespace(), communicator, "sum", (5,), is_repeated=False)
+    handler.start([BufferSpan(64, 64, 3, "float32")], 7)
     events.clear()
     with pytest.raises(ValueError, match=r"expected shape \(5,\), as before the launch, got 4 items"):
-        launcher.finish([BufferSpan(96, 96, 1, "float32")], 128, 7)
+        handler.finish([BufferSpan(96, 96, 1, "float32")], 128, 7)
     assert events == ["record 8", "7 waits"]  # the written memory may be reused next
-    launcher.start([BufferSpan(64, 64, 3, "float32")], 7)
-    launcher.finish([BufferSpan(96, 96, 2, "float32")], 128, 7)
+    handler.start([BufferSpan(64, 64, 3, "float32")], 7)
+    handler.finish([BufferSpan(96, 96, 2, "float32")], 128, 7)
     assert events[-1] == "flag 7"
 
 

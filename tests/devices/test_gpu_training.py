@@ -233,16 +233,16 @@ class FailNthAllReduce(Command):
         if JAX.nccl_caller != "python":
             self.replace_nccl(rank)
             return
-        reduce, left = XlaCommunicator.launch_on_xla_stream, [self.count]
+        reduce, left = XlaCommunicator.enqueue_on_xla_stream, [self.count]
 
         def fail_nth(*arguments):
             left[0] -= 1
             if left[0]:
                 return reduce(*arguments)
-            XlaCommunicator.launch_on_xla_stream = reduce
+            XlaCommunicator.enqueue_on_xla_stream = reduce
             raise ArithmeticError("the sum is odd")
 
-        XlaCommunicator.launch_on_xla_stream = fail_nth
+        XlaCommunicator.enqueue_on_xla_stream = fail_nth
 
     def replace_nccl(self, rank):
         state, left = JAX.get_communicator(rank)._connection.launch_state, [self.count]

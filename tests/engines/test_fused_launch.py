@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from library import XLA, shared
 from library import tensor as T
-from xla_launches import Alarm, DoublingLauncher, TwoEqualShards, get_runner, on_host
+from xla_launches import Alarm, DoublingHandler, TwoEqualShards, get_runner, on_host
 
 import synkhronos as synk
 from synkhronos.devices import JAX
@@ -50,7 +50,7 @@ def fuse_pair(pair):
 
 def launch_and_wait(launch, shareds, combine):
     """Launch, wait, and return the outputs."""
-    with defer_signals(), launch.ffi_collectives.use_collective_launcher(combine):
+    with defer_signals(), launch.ffi_collectives.use_collective_handler(combine):
         (total,) = launch(JAX.from_numpy(np.arange(3.0)))
         JAX.wait([get_library(s).borrow_value(s) for s in shareds])
     return [float(JAX.to_numpy_many([total])[0]), *(np.asarray(s.get_value()).tolist() for s in shareds)]
@@ -60,8 +60,8 @@ def launch_and_wait(launch, shareds, combine):
 def test_fuse_runs_function_all_reduce_function_in_one_launch(fuse_pair):
     launch, shareds = fuse_pair
     calls = []
-    assert launch_and_wait(launch, shareds, DoublingLauncher(calls)) == [3.0, [0.0, 2.0, 4.0], [1.0, -1.0, -3.0], 1]
-    assert launch_and_wait(launch, shareds, DoublingLauncher(calls)) == [3.0, [0.0, -2.0, -12.0], [1.0, 1.0, 9.0], 2]
+    assert launch_and_wait(launch, shareds, DoublingHandler(calls)) == [3.0, [0.0, 2.0, 4.0], [1.0, -1.0, -3.0], 1]
+    assert launch_and_wait(launch, shareds, DoublingHandler(calls)) == [3.0, [0.0, -2.0, -12.0], [1.0, 1.0, 9.0], 2]
     assert calls == [3, 3]
 
 
@@ -76,7 +76,7 @@ def test_fused_launch_advances_to_the_next_rows(pair, counts):
         for row in rows.reshape(4, 3) if counts else []:
             g = 2 * row * w
             w, n = w - g, n + 1
-        with defer_signals(), launch.ffi_collectives.use_collective_launcher(DoublingLauncher(calls, counts), 4):
+        with defer_signals(), launch.ffi_collectives.use_collective_handler(DoublingHandler(calls, counts), 4):
             totals = launch(JAX.from_numpy(rows))
             JAX.wait([get_library(s).borrow_value(s) for s in shareds])
         assert [float(total) for total in JAX.to_numpy_many(totals)] == [3.0, 12.0, 21.0, 30.0]
@@ -91,7 +91,7 @@ def test_fused_launch_reduces_nothing_after_an_error(pair):
     launch = runs[0].fuse(ExchangeSpec(shareds[0].container.storage), [runs[1]], n_repeats=4)
     calls = []
 
-    class Fails(DoublingLauncher):
+    class Fails(DoublingHandler):
         def finish(self, *arguments):
             calls.append(arguments)
             if len(calls) == 2:
@@ -100,7 +100,7 @@ def test_fused_launch_reduces_nothing_after_an_error(pair):
 
     fails = Fails()
     with pytest.raises(Alarm):
-        with defer_signals(), launch.ffi_collectives.use_collective_launcher(fails, 4):
+        with defer_signals(), launch.ffi_collectives.use_collective_handler(fails, 4):
             launch(JAX.from_numpy(np.arange(12.0)))
     assert len(calls) == fails.waits == 2
     np.testing.assert_array_equal(shareds[1].get_value(), [1.0, -1.0, -3.0])
@@ -112,7 +112,7 @@ def test_repeated_launch_all_reduces_each_time(pair):
     runs, shareds = pair
     launch = runs[0].fuse(ExchangeSpec(shareds[0].container.storage), [runs[1]], n_repeats=2)
     with pytest.raises(RuntimeError, match="made 2 collectives, expected 1"):
-        with defer_signals(), launch.ffi_collectives.use_collective_launcher(DoublingLauncher()):
+        with defer_signals(), launch.ffi_collectives.use_collective_handler(DoublingHandler()):
             launch(JAX.from_numpy(np.arange(6.0)))
 
 
@@ -125,7 +125,7 @@ def test_repeated_launch_all_reduces_constants_each_time(fork):
     synk.distribute()
     runs = [get_runner(first), get_runner(second)]
     launch, calls = runs[0].fuse(ExchangeSpec(g.container.storage), [runs[1]], n_repeats=4), []
-    with defer_signals(), launch.ffi_collectives.use_collective_launcher(DoublingLauncher(calls), 4):
+    with defer_signals(), launch.ffi_collectives.use_collective_handler(DoublingHandler(calls), 4):
         totals = launch()
         JAX.wait([get_library(w).borrow_value(w)])
     assert [float(total) for total in JAX.to_numpy_many(totals)] == [3.0, -3.0, -9.0, -15.0]
@@ -163,8 +163,8 @@ def test_fused_all_reduce_accepts_chunks_and_another_dtype(fork, monkeypatch, ta
     launch = runs[0].fuse(ExchangeSpec(g.container.storage, dtype, 2, tail), [runs[1]], n_repeats=times)
     rows = rng.uniform(1, 2, (times, sum(SIZES))).astype("float32")
     rows[:, -1] = 67  # rounds to 66 with eight bits of mantissa after a division by 3
-    standing_in = DoublingLauncher()
-    with defer_signals(), launch.ffi_collectives.use_collective_launcher(standing_in, times):
+    standing_in = DoublingHandler()
+    with defer_signals(), launch.ffi_collectives.use_collective_handler(standing_in, times):
         launch(JAX.from_numpy(rows))
         JAX.wait([get_library(w).borrow_value(w)])
     expected, scale = np.ones(sum(SIZES) - 1), 2 if dtype is None else 1
@@ -222,7 +222,7 @@ def test_sharded_step_is_one_launch(fork, monkeypatch, chunk, calls, valid):
     )
     launch = first.fuse(spec, others)
     ranks, row = TwoEqualShards(valid), np.arange(1.0, 5.0)
-    with defer_signals(), launch.ffi_collectives.use_collective_launcher(ranks, 2):
+    with defer_signals(), launch.ffi_collectives.use_collective_handler(ranks, 2):
         launch(JAX.from_numpy(row))
         JAX.wait([get_library(p).borrow_value(p) for p in (*params, *state_shards)])
     assert ranks.calls == calls
@@ -252,9 +252,11 @@ def test_chunk_all_reduce_starts_during_the_backward_pass(fork, monkeypatch):
     synk.distribute()
     run = get_runner(first)
     chain = run.fuse(ExchangeSpec(g.container.storage, spans_hosts=True))
-    chain._log = ScalarLog(chain._dtypes)
+    chain._scalar_log = ScalarLog(chain._logged_dtypes)
     jaxpr = (
-        jax.make_jaxpr(chain._run)(*chain._get_arguments([np.ones((5, 8), "float32")])).jaxpr.eqns[0].params["jaxpr"]
+        jax.make_jaxpr(chain._program)(*chain._get_arguments([np.ones((5, 8), "float32")]))
+        .jaxpr.eqns[0]
+        .params["jaxpr"]
     )
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     calls = [equation for equation in jaxpr.eqns if equation.primitive.name == "ffi_call"]
@@ -284,17 +286,17 @@ def test_error_after_a_started_chunk_waits_and_updates_nothing(fork, monkeypatch
     runs = [get_runner(first), get_runner(second)]
     launch = runs[0].fuse(ExchangeSpec(g.container.storage), [runs[1]])
 
-    class Fails(DoublingLauncher):
+    class Fails(DoublingHandler):
         def start(self, spans, stream):
             raise Alarm
 
     fails = Fails()
     with pytest.raises(Alarm):
-        with defer_signals(), launch.ffi_collectives.use_collective_launcher(fails):
+        with defer_signals(), launch.ffi_collectives.use_collective_handler(fails):
             launch()
     assert fails.waits == 1 and fails.calls == []
     np.testing.assert_array_equal(w.get_value(), np.ones(60))
-    with defer_signals(), launch.ffi_collectives.use_collective_launcher(DoublingLauncher()):
+    with defer_signals(), launch.ffi_collectives.use_collective_handler(DoublingHandler()):
         launch()
     np.testing.assert_array_equal(w.get_value(), [-3.0] * 30 + [-5.0] * 30)
 
@@ -350,8 +352,8 @@ def test_repeated_launch_keeps_many_results(fork):
 @on_host
 def test_invalid_all_reduce_updates_nothing(fuse_pair):
     launch, shareds = fuse_pair
-    assert launch_and_wait(launch, shareds, DoublingLauncher(counts=0))[2:] == [[1.0, 1.0, 1.0], 0]
-    assert launch_and_wait(launch, shareds, DoublingLauncher())[2:] == [[1.0, -1.0, -3.0], 1]
+    assert launch_and_wait(launch, shareds, DoublingHandler(counts=0))[2:] == [[1.0, 1.0, 1.0], 0]
+    assert launch_and_wait(launch, shareds, DoublingHandler())[2:] == [[1.0, -1.0, -3.0], 1]
 
 
 @on_host
@@ -360,7 +362,7 @@ def test_invalid_all_reduce_updates_nothing(fuse_pair):
 def test_error_in_all_reduce_is_raised_after_the_launch(fuse_pair, by_signal):
     launch, shareds = fuse_pair
 
-    class Fails(DoublingLauncher):
+    class Fails(DoublingHandler):
         def finish(self, *arguments):
             if not by_signal:
                 raise Alarm
@@ -373,30 +375,30 @@ def test_error_in_all_reduce_is_raised_after_the_launch(fuse_pair, by_signal):
             launch_and_wait(launch, shareds, Fails(counts=0))
         assert np.asarray(shareds[1].get_value()).tolist() == [1.0, 1.0, 1.0]
         assert signal.getsignal(signal.SIGALRM) is handler
-    assert launch_and_wait(launch, shareds, DoublingLauncher())[2:] == [[1.0, -1.0, -3.0], 1]
+    assert launch_and_wait(launch, shareds, DoublingHandler())[2:] == [[1.0, -1.0, -3.0], 1]
 
 
 @on_host
 def test_fused_launch_all_reduces_once(fuse_pair):
     launch, shareds = fuse_pair
     with pytest.raises(RuntimeError, match="made 0 collectives, expected 1"):
-        with defer_signals(), launch.ffi_collectives.use_collective_launcher(DoublingLauncher()):
+        with defer_signals(), launch.ffi_collectives.use_collective_handler(DoublingHandler()):
             pass
     # Launches outside of a block are not counted.
     launch(JAX.from_numpy(np.arange(3.0)))
     assert np.asarray(shareds[1].get_value()).tolist() == [1.0, 1.0, 1.0]
-    assert launch_and_wait(launch, shareds, DoublingLauncher())[2:] == [[1.0, -1.0, -3.0], 1]
+    assert launch_and_wait(launch, shareds, DoublingHandler())[2:] == [[1.0, -1.0, -3.0], 1]
 
 
 @on_host
-def test_callbacks_find_their_launcher(fuse_pair, pair):
+def test_callbacks_find_their_handler(fuse_pair, pair):
     """Another launch meanwhile changes nothing: callbacks find the launcher by their argument."""
     runs, _ = pair
     launch, shareds = fuse_pair
     other = runs[0].fuse(ExchangeSpec(shareds[0].container.storage), [runs[1]], n_repeats=2)
     calls, other_calls = [], []
-    with defer_signals(), launch.ffi_collectives.use_collective_launcher(DoublingLauncher(calls)):
-        with other.ffi_collectives.use_collective_launcher(DoublingLauncher(other_calls), 2):
+    with defer_signals(), launch.ffi_collectives.use_collective_handler(DoublingHandler(calls)):
+        with other.ffi_collectives.use_collective_handler(DoublingHandler(other_calls), 2):
             other(JAX.from_numpy(np.arange(6.0)))
         launch(JAX.from_numpy(np.arange(3.0)))
         JAX.wait([get_library(s).borrow_value(s) for s in shareds])

@@ -99,7 +99,7 @@ def test_updates_by_lengths_and_constants_are_compiled_once(fork, many_steps_a_l
     assert k.dtype == serial_k.dtype
     gradient, update = get_runner(train.gradient), get_runner(train.update)
     for n_steps in (1, 3):
-        assert gradient.fuse(others=[update], n_repeats=n_steps)._run._cache_size() == 1
+        assert gradient.fuse(others=[update], n_repeats=n_steps)._program._cache_size() == 1
 
 
 def test_training_step_of_one_rank_is_one_launch(fork, launches):

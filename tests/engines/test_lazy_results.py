@@ -183,7 +183,7 @@ def count_stored():
 
 def count_dropped():
     """Return the number of results that the next message to the ranks drops."""
-    return len(ResultTable.get_or_create(ranks.get_session())._droppable)
+    return len(ResultTable.get_or_create(ranks.get_session())._droppable_numbers)
 
 
 def test_results_are_read_by_one_fetch(double):

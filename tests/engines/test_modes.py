@@ -197,7 +197,7 @@ class Compiled(Command):
         self.keys = keys
 
     def run(self, rank):
-        compiled = [c for key in self.keys for c in rank.get_object(key).compiled.values()]
+        compiled = [c for key in self.keys for c in rank.get_object(key).compiled_variants.values()]
         stats = [c.function.vm.jit_fn.stats for c in compiled]
         return rank.all_gather([(sum(s.cache_hits.values()), sum(s.cache_misses.values())) for s in stats])
 

@@ -191,7 +191,7 @@ def test_reduction_refuses_different_shapes(op):
 def test_op_keeps_the_users_spelling(op):
     plain, host = OutputOp.parse(op, "op"), OutputOp.parse(f"c_{op}", "op")
     assert (plain.full_name, host.full_name) == (op, f"c_{op}")
-    assert (plain.on_host, host.on_host) == (False, True)
+    assert (plain.uses_host_memory, host.uses_host_memory) == (False, True)
     assert host.name == op
 
 

@@ -145,15 +145,16 @@ def test_max_deaths_ends_a_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("cause", "logged"),
+    ("description", "logged"),
     [
         ("rank 1 did not finish within 9 seconds", "did not finish within 9 seconds"),
         ("the ranks did not finish within 9 seconds", "ended: the ranks did not finish within 9 seconds"),
     ],
 )
-def test_a_logged_death_names_its_rank_once(tmp_path, monkeypatch, cause, logged):
+def test_a_logged_death_names_its_rank_once(tmp_path, monkeypatch, description, logged):
     monkeypatch.setattr(master_process, "get_last_death", lambda: None)
-    master_process._log_death(tmp_path, WorkerError(f"{cause}; the workers were ended.", 1, cause=cause), False)
+    error = WorkerError(f"{description}; the workers were ended.", 1, description=description)
+    master_process._log_death(tmp_path, error, False)
     (death,) = json.loads((tmp_path / "deaths.json").read_text())
     assert (death["rank"], death["cause"]) == (1, logged)
 

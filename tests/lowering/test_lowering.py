@@ -63,7 +63,7 @@ def test_float32_graphs_compute_in_float32(two_ranks_per_test):
     for result in f(value, value[:, 0]):
         assert result.dtype == "float32"
     assert w.get_value().dtype == "float32" and synk.get_value(1, w).dtype == "float32"
-    run = f._computation.compiled[DEFAULT_VARIANT].runner
+    run = f._computation.compiled_variants[DEFAULT_VARIANT].runner
     text = run._run.lower(*run._get_arguments((value[:2], value[:2, 0]))).as_text()
     assert "xf32>" in text and not re.search(r"xf64>", text)  # except scalars: counts of rows
 
@@ -103,7 +103,7 @@ def test_symbolic_index_selects_rows(table, two_ranks_per_test):
     for rank in range(2):
         np.testing.assert_allclose(synk.get_value(rank, w), total)
     # All full batches are one launch, the last batch is another.
-    assert f._computation.compiled[DEFAULT_VARIANT].runner._run._cache_size() == 2
+    assert f._computation.compiled_variants[DEFAULT_VARIANT].runner._program._cache_size() == 2
     np.testing.assert_array_equal(f.as_theano(2)[0], table[20:])
 
 

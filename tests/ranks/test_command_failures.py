@@ -131,7 +131,7 @@ def test_failure_between_barriers_frees_other_ranks(session):
     assert session.run(GatherMessages((10,))) == session.size
 
 
-def test_failure_report_of_long_texts_fits_into_a_slot(two):
+def test_exception_report_of_long_texts_fits_into_a_slot(two):
     with pytest.raises(ranks.WorkerError, match="raised \U0001d54f{500}: \U0001d54f"):
         two.run(RaiseLongTexts())
     assert two.run(GatherMessages((10,))) == two.size
@@ -172,7 +172,7 @@ def test_death_reaped_elsewhere_is_named(two):
         two.run(DetectDeathElsewhere())
     assert caught.value.rank == 1
     for error in (caught.value, pickle.loads(pickle.dumps(caught.value))):
-        assert str(error).startswith(f"{error.cause}; ") and "SIGKILL" in error.cause
+        assert str(error).startswith(f"{error.description}; ") and "SIGKILL" in error.description
 
 
 class FailOnMaster(Command):
@@ -291,7 +291,7 @@ def test_timeout_ends_a_hanging_worker():
         pytest.raises(ranks.WorkerError, match=r"rank [12] did not finish within the 0.5 seconds") as caught,
     ):
         session.run(Sleep(60, "workers"))
-    assert str(caught.value).startswith(f"{caught.value.cause}; the workers were ended.")
+    assert str(caught.value).startswith(f"{caught.value.description}; the workers were ended.")
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
 

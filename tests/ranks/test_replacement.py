@@ -140,7 +140,7 @@ class CountCompiled(ranks.Command):
         self.key = key
 
     def run(self, rank):
-        return rank.all_gather(len(rank.objects[self.key]().compiled))
+        return rank.all_gather(len(rank.objects[self.key]().compiled_variants))
 
 
 @pytest.mark.parametrize("spawn", [False, True])

@@ -638,7 +638,7 @@ class Soak:
         self._check_outcome(step, faults, may, error, result, duration, before, signalled)
 
     def _count_compiled(self) -> int:
-        return sum(len(f.function._computation.compiled) for f in self.functions)
+        return sum(len(f.function._computation.compiled_variants) for f in self.functions)
 
     @staticmethod
     def _send_signal_later(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from library import DEVICE
 
-from synkhronos.devices.jax.ffi_collectives import CollectiveLauncher
+from synkhronos.devices.jax.ffi_collectives import CollectiveHandler
 from synkhronos.function.computation import DEFAULT_VARIANT
 
 on_host = pytest.mark.skipif(DEVICE == "gpu", reason="stands in for other ranks in host memory")
@@ -27,7 +27,7 @@ def view_span(address, count, dtype):
     return np.frombuffer((ctypes.c_char * (count * dtype.itemsize)).from_address(address), dtype)
 
 
-class TwoEqualShards(CollectiveLauncher):
+class TwoEqualShards(CollectiveHandler):
     """Stand-in for the collectives of a sharded step between two ranks; this is rank 0, and rank 1 has its values.
 
     ``valid`` are the flags of the reduce-scatter and of the all-gather.
@@ -51,7 +51,7 @@ class TwoEqualShards(CollectiveLauncher):
         ctypes.c_int32.from_address(flag).value = self.valid.pop(0)
 
 
-class DoublingLauncher(CollectiveLauncher):
+class DoublingHandler(CollectiveHandler):
     """Stand-in for a second rank with the same values."""
 
     def __init__(self, calls=(), counts=1):

@@ -1,6 +1,6 @@
 """NVIDIA GPUs, independent of the library that computes on them.
 
-JAX and pygpu use CUDA's primary context of the only GPU that is visible to their process, and launch on one stream.
+JAX and pygpu use CUDA's primary context of the only GPU that is visible to their process, and compute on one stream.
 This package works in the same context: it copies inputs to the GPU and communicates between GPUs, in order with the
 work on that stream.  It uses addresses and sizes, and is independent of the libraries' arrays.
 """

@@ -1,7 +1,7 @@
 """Collectives between GPUs, over NCCL.
 
-NCCL's operations are launched on the stream on which the library computes, after the kernels that compute the arrays.
-`all_reduce` does not wait for completion, as later launches on the stream are ordered after it.  All other operations
+NCCL's operations are enqueued on the stream on which the library computes, after the kernels that compute the arrays.
+`all_reduce` does not wait for completion, as later work on the stream is ordered after it.  All other operations
 start on an idle stream, and wait for completion with regular checks of the peers.  An operation that can't complete,
 because a peer has failed or exited, is aborted.
 
@@ -68,8 +68,8 @@ class NcclCommunicator(Communicator):
         else:
             watchdog.connections.append(self._connection)
         self._watchdog = watchdog
-        #: Bytes that have been launched by `all_reduce` since the last `wait_briefly`; infinite on a busy stream.
-        self._launched_nbytes: float = 0
+        #: Bytes that `all_reduce` has enqueued since the last `wait_briefly`; infinite on a busy stream.
+        self._enqueued_nbytes: float = 0
 
     @property
     def generation(self) -> int:
@@ -103,15 +103,15 @@ class NcclCommunicator(Communicator):
     # -- all_reduce, which does not wait for completion ------------------------------------------------------
 
     def all_reduce(self, array: Array, op: str) -> None:
-        """Launch an all-reduce of every rank's array, in place."""
+        """Enqueue an all-reduce of every rank's array, in place."""
         address, count, dtype = self._prepare_buffer(array)
         if not count:
             return
         self._staging.set_current_gpu()
         nbytes = count * array.dtype.itemsize
-        if nbytes > _QUICK_NBYTES or not (self._launched_nbytes or self._watchdog.is_stream_idle()):
-            self._launched_nbytes = math.inf
-        self._launched_nbytes += nbytes
+        if nbytes > _QUICK_NBYTES or not (self._enqueued_nbytes or self._watchdog.is_stream_idle()):
+            self._enqueued_nbytes = math.inf
+        self._enqueued_nbytes += nbytes
         self._watchdog.writes_in_place = True
         self._watchdog.mark_started(self._connection)
         with self._nccl_lock:
@@ -125,7 +125,7 @@ class NcclCommunicator(Communicator):
 
         On an idle stream they take less time than the launch that `rewrap` needs without the results.
         """
-        nbytes, self._launched_nbytes = self._launched_nbytes, 0
+        nbytes, self._enqueued_nbytes = self._enqueued_nbytes, 0
         if not 0 < nbytes <= _QUICK_NBYTES:
             return not nbytes
         driver, deadline = self._staging.driver, perf_counter() + _QUICK_SECONDS
@@ -168,7 +168,7 @@ class NcclCommunicator(Communicator):
         target = self._library.get_pointer(out) if out.size else 0
         counts = [stop - start for start, stop in pairwise(bounds)]
 
-        def launch(handle: Any) -> None:
+        def enqueue(handle: Any) -> None:
             nccl = self._nccl
             if len(set(counts)) == 1:
                 nccl.reduce_scatter(address, target, counts[0], dtype, nccl_op, handle, self._stream)
@@ -183,7 +183,7 @@ class NcclCommunicator(Communicator):
                 nccl.group_end()
 
         if count:
-            self._run_blocking(launch)
+            self._run_blocking(enqueue)
 
     def gather(
         self, array: Array, root: int, layouts: Sequence[ArrayLayout | None], out: Sequence[Any | None] | None
@@ -219,13 +219,13 @@ class NcclCommunicator(Communicator):
 
         self._run_blocking(send_and_receive)
 
-    def _run_blocking(self, launch: Callable[[Any], None]) -> None:
-        """Launch an operation on an idle stream, and wait for its completion.  An exception aborts the connection."""
+    def _run_blocking(self, enqueue: Callable[[Any], None]) -> None:
+        """Enqueue an operation on an idle stream, and wait for its completion.  An exception aborts the connection."""
         self._wait_for_earlier_work()
         try:
             self._watchdog.mark_started(self._connection)
             with self._nccl_lock:
-                launch(self._connection.get_handle())
+                enqueue(self._connection.get_handle())
             self._wait_until_idle()
             self._connection.check_connected()  # an abort leaves the result undefined
         except BaseException:

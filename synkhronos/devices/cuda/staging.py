@@ -1,7 +1,7 @@
 """Copies between shared memory and the GPU.
 
 The pages of a Data object are locked when the object is first used, so that the GPU reads them at the full rate of the
-bus: ranges of rows by its copy engine, indexed rows by a kernel whose threads read host memory.  The host only launches
+bus: ranges of rows by its copy engine, indexed rows by a kernel whose threads read host memory.  The host only enqueues
 these copies.
 
 Input buffers on the GPU are reused::
@@ -270,7 +270,7 @@ class Staging:
     # -- order of copies and launches ------------------------------------------------------------------------
 
     def order_after(self, stream: int | None, earlier_stream: int | None) -> None:
-        """Make a stream wait for the work launched so far on another stream."""
+        """Make a stream wait for the work enqueued so far on another stream."""
         check_result(self.driver.cuEventRecord(self.event, earlier_stream))
         check_result(self.driver.cuStreamWaitEvent(stream, self.event, 0))
 

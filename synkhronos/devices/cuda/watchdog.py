@@ -1,12 +1,12 @@
 """Watchdog of pending collectives on the GPU, which aborts those that can't complete.
 
-A rank launches a collective and continues.  If a peer never launches it, the GPU waits for ever, unless the connection
+A rank enqueues a collective and continues.  If a peer never enqueues it, the GPU waits for ever, unless the connection
 is aborted.  The watchdog records the collectives that this rank has started, and aborts them unless all ranks start
 them::
 
     idle ────────────────> exposed ────────────────────────────────> safe ──────────> idle
          mark_started:       │  a rank may fail before it starts       │  all ranks      the GPU
-         launched on the     │  the collective                         │  have started   is done
+         enqueued on the     │  the collective                         │  have started   is done
          stream              │                                         │
                              │  wait_until_started: wait for all ─────>
                              │  notify_started: arrive without waiting │
@@ -48,7 +48,7 @@ GPU_POLL_SECONDS = 0.0002
 class CollectiveWatchdog(PendingOperation):
     """Aborts pending collectives that can't complete, on one stream.
 
-    ``connections`` are this rank's, that of all ranks first; ``active_connection`` has launched work on the stream
+    ``connections`` are this rank's, that of all ranks first; ``active_connection`` has enqueued work on the stream
     last.  ``has_lost_peer`` is True once a collective was aborted because a peer has exited.  With ``writes_in_place``,
     an abort of the pending collectives leaves variables undefined.
     """
@@ -81,7 +81,7 @@ class CollectiveWatchdog(PendingOperation):
     # -- calls from a command --------------------------------------------------------------------------------
 
     def mark_started(self, connection: NcclConnection) -> None:
-        """Record that a connection launches work on the stream now, and start the thread at the first call."""
+        """Record that a connection enqueues work on the stream now, and start the thread at the first call."""
         self.active_connection = connection
         self._pending_command_number = self._rank.command_number
         self._started_barrier_number = math.inf
@@ -207,8 +207,8 @@ class CollectiveWatchdog(PendingOperation):
     def _query_idle(self) -> bool:
         """Whether the stream is idle; False if CUDA does not answer within `STUCK_TIMEOUT`.
 
-        A stream has a capacity of about a thousand launches.  A launch on a full stream blocks within CUDA, and blocks
-        every other call of CUDA; for ever if the GPU waits for a missing peer.  So the query runs in its own thread.
+        A stream has a capacity of about a thousand operations.  Enqueueing one on a full stream blocks within CUDA, and
+        blocks every other call of CUDA; for ever if the GPU waits for a missing peer.  So the query has its own thread.
         """
         answers: list[bool] = []
 

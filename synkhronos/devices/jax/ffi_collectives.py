@@ -10,7 +10,7 @@ The calls of a collective on an array in chunks::
 
 The handlers in C++ get the NCCL connection by `FfiCollectives.use_communicator`.  With the caller "python", XLA calls
 `_start_callback` and `_finish_callback` instead.  They find the `FfiCollectives` by an attribute of the call, its
-number, and pass the arrays to the launch's `CollectiveLauncher`.
+number, and pass the arrays to the launch's `CollectiveHandler`.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ _DTYPES = {
 }
 
 
-class CollectiveLauncher:
-    """Launches the collectives of one launch of a program; called by XLA."""
+class CollectiveHandler:
+    """Runs the collectives of one launch of a program when XLA calls it, as the handlers in C++ do without Python."""
 
     def start(self, spans: Sequence[BufferSpan], stream: int | None) -> None:
         """Start collectives that overlap the stream's next work."""
         raise NotImplementedError
 
     def finish(self, spans: Sequence[BufferSpan], valid_flag_address: int, stream: int | None) -> None:
-        """Launch collectives on the stream, make it wait for the started ones, and then set a flag.
+        """Enqueue collectives on the stream, make it wait for the started ones, and then set a flag.
 
         ``valid_flag_address`` is the address on the device of an int32: 1 if the results are valid, else 0.
         """
@@ -76,10 +76,10 @@ class CollectiveLauncher:
 
 
 class FfiCollectives:
-    """The collectives of one XLA program, which gets a `CollectiveLauncher` for each launch.
+    """The collectives of one XLA program, which gets a `CollectiveHandler` for each launch.
 
     ``trace_start``, ``trace_finish`` and ``trace_sum`` insert its calls into the program, while JAX traces it.
-    With the ``nccl_caller`` "python" XLA calls NCCL by a `CollectiveLauncher`, with "native" by handlers in C++, with
+    With the ``nccl_caller`` "python" XLA calls NCCL by a `CollectiveHandler`, with "native" by handlers in C++, with
     "graph" by handlers in C++ that XLA may record in a CUDA graph.  The latter two need `use_communicator`.  An error
     ends the launch if ``aborts_on_error``.  If not, as always with handlers in C++, the launch continues with undefined
     reductions that are marked as invalid, so that the program can return the old values of donated arrays.
@@ -100,21 +100,21 @@ class FfiCollectives:
         #: the same program of another process.
         self._number = np.int64(next(self._numbers))
         self._by_number[int(self._number)] = self
-        #: State of the launch in progress: its `CollectiveLauncher`, and the first error that a callback has raised.
-        self._launcher: CollectiveLauncher | None = None
+        #: State of the launch in progress: its `CollectiveHandler`, and the first error that a callback has raised.
+        self._handler: CollectiveHandler | None = None
         self._error: BaseException | None = None
         self._n_started = self._n_finished = 0
 
     @contextlib.contextmanager
-    def use_collective_launcher(self, launcher: CollectiveLauncher, n_collectives: int | None = 1) -> Iterator[None]:
-        """Use a `CollectiveLauncher` for the launches in the ``with`` block, and raise its error at the end.
+    def use_collective_handler(self, handler: CollectiveHandler, n_collectives: int | None = 1) -> Iterator[None]:
+        """Use a `CollectiveHandler` for the launches in the ``with`` block, and raise its error at the end.
 
         RuntimeError is raised if the launch has made another number of collectives than ``n_collectives``, where the
         chunks of an array count as one; None stands for any number.  Signals must be deferred meanwhile
         (`ranks.interrupts.defer_signals`): a signal handler could raise at the first instruction of a callback, where
         nothing can catch the exception.
         """
-        self._launcher, self._error, self._n_started, self._n_finished = launcher, None, 0, 0
+        self._handler, self._error, self._n_started, self._n_finished = handler, None, 0, 0
         try:
             try:
                 yield
@@ -126,7 +126,7 @@ class FfiCollectives:
             if n_collectives is not None and self._n_finished != n_collectives:
                 raise RuntimeError(f"the launch made {self._n_finished} collectives, expected {n_collectives}")
         finally:
-            self._launcher = self._error = None
+            self._handler = self._error = None
 
     @contextlib.contextmanager
     def use_communicator(
@@ -247,7 +247,7 @@ class FfiCollectives:
 
     @classmethod
     def dispatch(
-        cls, frame_address: int, handle_call: Callable[[FfiCollectives, Any, CollectiveLauncher], None]
+        cls, frame_address: int, handle_call: Callable[[FfiCollectives, Any, CollectiveHandler], None]
     ) -> int | None:
         """Pass a call by XLA to its program's object; return None, or the address of an error to end the launch."""
         collectives = None
@@ -256,12 +256,12 @@ class FfiCollectives:
             if handle_non_execution(frame):
                 return None
             collectives = cls._by_number[frame.attributes.numbers[0].contents.value[0]]
-            if collectives._launcher is None:
+            if collectives._handler is None:
                 _log.error("XLA called a collective outside a launch; the call is ignored")
             elif collectives._aborts_on_error and collectives._error is not None:
                 return create_error(frame)
             else:
-                handle_call(collectives, frame, collectives._launcher)
+                handle_call(collectives, frame, collectives._handler)
         # An exception can't pass through XLA.  Only the first error is stored, as it may be the cause of later ones.
         except BaseException as error:
             if collectives is None:
@@ -272,15 +272,15 @@ class FfiCollectives:
                     return create_error(frame)
         return None
 
-    def handle_start(self, frame: Any, launcher: CollectiveLauncher) -> None:
+    def handle_start(self, frame: Any, handler: CollectiveHandler) -> None:
         """Start the collective on the arrays of a call of `trace_start`."""
         spans = _read_spans(frame, 0, frame.results.size - 1)
         self._n_started += len(spans)
         if self._error is None:
-            launcher.start(spans, get_stream(frame))
+            handler.start(spans, get_stream(frame))
 
-    def handle_finish(self, frame: Any, launcher: CollectiveLauncher) -> None:
-        """Launch the collective on the arrays of a call of `trace_finish`, and order the stream after started ones."""
+    def handle_finish(self, frame: Any, handler: CollectiveHandler) -> None:
+        """Enqueue the collective on the arrays of a call of `trace_finish`, and order the stream after started ones."""
         self._n_finished += 1
         n_started, self._n_started = self._n_started, 0
         n_arrays = frame.results.size - 1
@@ -288,9 +288,9 @@ class FfiCollectives:
         spans = _read_spans(frame, n_started, n_arrays)
         valid_flag_address = frame.results.buffers[n_arrays].contents.data
         if self._error is None:
-            launcher.finish(spans, valid_flag_address, get_stream(frame))
+            handler.finish(spans, valid_flag_address, get_stream(frame))
         else:
-            launcher.order_after_started(get_stream(frame))
+            handler.order_after_started(get_stream(frame))
 
 
 @Callback

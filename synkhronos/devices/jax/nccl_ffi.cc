@@ -4,7 +4,7 @@
 // links to neither CUDA nor NCCL: the process has loaded both already, and passes the addresses of their functions in
 // `LaunchState`.
 //
-// XLA calls a handler in the launching thread.  It launches NCCL's work on the stream without waiting.  The handler
+// XLA calls a handler in the launching thread.  It enqueues NCCL's work on the stream without waiting.  The handler
 // with the trait kCmdBufferCompatible may also be called while XLA records the stream as a CUDA graph; replays of the
 // graph do not call it.  An error therefore does not end the launch: the flag `is_valid` of the result stays 0, so that
 // the program returns the old values of its donated arrays, and Python reads the error from `LaunchState`.

@@ -34,7 +34,7 @@ class BufferSpan(NamedTuple):
 
 
 class XlaCommunicator(NcclCommunicator):
-    """Collectives over JAX arrays on the ranks' GPUs, which XLA can launch in the middle of a program."""
+    """Collectives over JAX arrays on the ranks' GPUs, which XLA calls in the middle of a program."""
 
     #: Whether the side stream has work for which XLA's stream does not wait yet.
     _has_side_work = False
@@ -69,19 +69,19 @@ class XlaCommunicator(NcclCommunicator):
             connection.check_connected()  # a recorded launch can't detect an abort
         state.raise_if_failed()
 
-    def launch_on_side_stream(
+    def enqueue_on_side_stream(
         self, spans: Sequence[BufferSpan], op: str, xla_stream: int | None, collective: Collective = "all_reduce"
     ) -> None:
-        """Launch collectives on the side stream, ordered after the work launched so far on XLA's.
+        """Enqueue collectives on the side stream, ordered after the work enqueued so far on XLA's.
 
         A reduce-scatter divides the items into equal parts, one for each rank, and writes this rank's part.  An
         all-gather has no ``op``, and writes the items of all ranks.
         """
         self._staging.order_after(self._staging.side_stream, xla_stream)
         self._has_side_work = True
-        self._launch_collectives(spans, op, self._staging.side_stream, collective)
+        self._enqueue_collectives(spans, op, self._staging.side_stream, collective)
 
-    def launch_on_xla_stream(
+    def enqueue_on_xla_stream(
         self,
         spans: Sequence[BufferSpan],
         op: str,
@@ -89,13 +89,13 @@ class XlaCommunicator(NcclCommunicator):
         xla_stream: int | None,
         collective: Collective = "all_reduce",
     ) -> None:
-        """Launch collectives on XLA's stream, and make it wait for those on the side stream.
+        """Enqueue collectives on XLA's stream, and make it wait for those on the side stream.
 
         The int32 at ``valid_flag_address`` on the GPU becomes 1, or 0 if the connection was aborted, so that all
-        targets are undefined.  The other parameters are as in `launch_on_side_stream`.
+        targets are undefined.  The other parameters are as in `enqueue_on_side_stream`.
         """
         self.join_side_stream(xla_stream)
-        self._launch_collectives(spans, op, xla_stream, collective)
+        self._enqueue_collectives(spans, op, xla_stream, collective)
         host_flag_address = self._connection.launch_state.valid_flag
         check_result(self._staging.driver.cuMemcpyAsync(valid_flag_address, host_flag_address, 4, xla_stream))
 
@@ -105,10 +105,10 @@ class XlaCommunicator(NcclCommunicator):
             self._has_side_work = False
             self._staging.order_after(xla_stream, self._staging.side_stream)
 
-    def _launch_collectives(
+    def _enqueue_collectives(
         self, spans: Sequence[BufferSpan], op: str, stream: int | None, collective: Collective
     ) -> None:
-        """Launch a collective on each span, on a stream; the parameters are those of `launch_on_side_stream`."""
+        """Enqueue a collective on each span, on a stream; the parameters are those of `enqueue_on_side_stream`."""
         self._mark_started()
         nccl = self._nccl
         with self._nccl_lock:
@@ -126,7 +126,7 @@ class XlaCommunicator(NcclCommunicator):
                     assert_never(collective)
 
     def _mark_started(self) -> None:
-        """Tell the watchdog that collectives are launched now, and whether earlier writes in place are complete."""
+        """Tell the watchdog that collectives are enqueued now, and whether earlier writes in place are complete."""
         watchdog = self._watchdog
         if watchdog.writes_in_place and not watchdog.has_lost_peer and watchdog.is_stream_idle():
             watchdog.writes_in_place = False

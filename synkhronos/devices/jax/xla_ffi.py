@@ -1,7 +1,7 @@
 """XLA's foreign function interface (FFI), by which XLA calls functions of this process while it launches a program.
 
 The structures are those of ``xla/ffi/api/c_api.h``, which is part of jaxlib.  XLA passes the stream and the addresses
-of the arrays.  Work that a foreign function launches on that stream is ordered between XLA's earlier and later work,
+of the arrays.  Work that a foreign function enqueues on that stream is ordered between XLA's earlier and later work,
 and no thread waits.
 """
 

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from synkhronos.devices.jax.ffi_collectives import CollectiveLauncher
+from synkhronos.devices.jax.ffi_collectives import CollectiveHandler
 from synkhronos.devices.jax.xla_communicator import BufferSpan, XlaCommunicator
 from synkhronos.devices.multi_host_communicator import get_numpy_communicator
 from synkhronos.ranks import Rank
@@ -73,7 +73,7 @@ class InterruptDetector:
             raise KeyboardInterrupt
 
 
-class XlaReducer(CollectiveLauncher):
+class XlaReducer(CollectiveHandler):
     """Base class of the reducers of one program.  They start no chunks, and an error ends the launch.
 
     ``n_sums`` is the number of sums so far.
@@ -132,10 +132,10 @@ class GpuReducer(XlaReducer):
         self._communicator = communicator
 
     def finish(self, spans: Sequence[BufferSpan], valid_flag_address: int, stream: int | None) -> None:
-        """Launch the sums of arrays over the ranks."""
+        """Enqueue the sums of arrays over the ranks."""
         self.begin_sum()
         self._rank.barriers.check_cancelled()
-        self._communicator.launch_on_xla_stream(spans, "sum", valid_flag_address, stream)
+        self._communicator.enqueue_on_xla_stream(spans, "sum", valid_flag_address, stream)
 
     def wait_until_ended(self) -> None:
         """Wait until the programs of all ranks have ended."""

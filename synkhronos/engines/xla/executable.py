@@ -49,7 +49,7 @@ class Executable(Runner):
     Attributes
     ----------
     ffi_collectives : FfiCollectives or None
-        Collectives in the program, which need a `CollectiveLauncher` or a communicator in each call; None without
+        Collectives in the program, which need a `CollectiveHandler` or a communicator in each call; None without
         ``spec``.
     """
 
@@ -72,15 +72,15 @@ class Executable(Runner):
         self._logs_scalars, self.n_repeats = logs_scalars, n_repeats
         self.ffi_collectives = None if spec is None else FfiCollectives(nccl_caller=spec.nccl_caller, op=spec.op)
         self.collectives = () if spec is None else spec.collectives
-        self._fused: dict[Any, Executable] = {}
+        self._fused_executables: dict[Any, Executable] = {}
         self._signatures: set[Any] = set()
         self._n_inputs = sum(function.n_inputs for function in functions)
         self._storages = _remove_duplicates([storage for function in functions for storage in function.storages])
         # In the order of the storages, since JAX gives each new value the memory of the first donated array of its
         # shape.  In another order, XLA would copy arrays, and addresses would change from launch to launch.
         updated = {id(storage) for function in functions for storage in function.result_storages}
-        self._updated = [storage for storage in self._storages if id(storage) in updated]
-        self._donated = _remove_duplicates([storage for function in functions for storage in function.donated])
+        self._updated_storages = [storage for storage in self._storages if id(storage) in updated]
+        self._donated_storages = _remove_duplicates([storage for function in functions for storage in function.donated])
         self._copy = jnp.copy
         length_graph = functions[0].length_graph
         #: Inputs whose values determine the lengths of arrays.
@@ -89,29 +89,31 @@ class Executable(Runner):
         assert len(functions) == 1 or not self._has_lengths
         types = [t for function in functions for t in function.types]
         #: Positions and dtypes of the outputs that are logged, and storages of the other outputs of a launch.
-        self._logged = [i for i, t in enumerate(types) if logs_scalars and getattr(t, "ndim", None) == 0]
-        self._dtypes = [np.dtype(types[i].dtype) for i in self._logged]
+        self._logged_positions = [i for i, t in enumerate(types) if logs_scalars and getattr(t, "ndim", None) == 0]
+        self._logged_dtypes = [np.dtype(types[i].dtype) for i in self._logged_positions]
         result_storages = [
             storage for function in functions for storage in function.result_storages[: function.n_outputs]
         ]
-        self._outputs = [storage for i, storage in enumerate(result_storages) if i not in self._logged]
-        self._log = ScalarLog(self._dtypes) if self._logged or n_repeats > 1 else None
-        self._is_interrupted = False
+        self._output_storages = [
+            storage for i, storage in enumerate(result_storages) if i not in self._logged_positions
+        ]
+        self._scalar_log = ScalarLog(self._logged_dtypes) if self._logged_positions or n_repeats > 1 else None
+        self._is_launching = False
         self._make_program = self._get_program_factory(spec)
-        self._run, self._communicator_number = self._make_program(), 0
+        self._program, self._communicator_number = self._make_program(), 0
 
     def _get_program_factory(self, spec: ExchangeSpec | None) -> Callable[[], Callable[..., Any]]:
         """Return a function that makes the program: a jitted function of the arguments of `_get_arguments`."""
         import jax
 
-        donated = {id(storage) for storage in self._donated}
+        donated = {id(storage) for storage in self._donated_storages}
         positions = [self._n_inputs + i for i, storage in enumerate(self._storages) if id(storage) in donated]
-        if self._log is not None:
+        if self._scalar_log is not None:
             n_arguments = self._n_inputs + len(self._storages)
-            positions += range(n_arguments, n_arguments + len(self._log.storages))
+            positions += range(n_arguments, n_arguments + len(self._scalar_log.storages))
         # Without a reference to self, which would be a cycle and leave the memory to the garbage collector.
         in_loop = self.n_repeats > 1
-        tables = self._storages, self._updated, self._logged
+        tables = self._storages, self._updated_storages, self._logged_positions
         run = partial(trace_functions, self._functions, spec, self.ffi_collectives, *tables, in_loop)
         options: dict[str, Any] = {}
         if self._has_lengths:
@@ -121,8 +123,8 @@ class Executable(Runner):
             run = partial(run, ())
         if in_loop:
             index = {id(storage): i for i, storage in enumerate(self._storages)}
-            logs = range(len(index), len(index) + 1 + len(self._logged))
-            changed = [*(index[id(storage)] for storage in self._updated), *logs]
+            logs = range(len(index), len(index) + 1 + len(self._logged_positions))
+            changed = [*(index[id(storage)] for storage in self._updated_storages), *logs]
             run = partial(trace_loop, run, self.n_repeats, self._n_inputs, changed)
         options["compiler_options"] = COMPILER_OPTIONS if is_bfloat16_requested() else None
         # keep_unused: old values that no computation reads donate their memory, too, so that addresses stay the same
@@ -140,20 +142,20 @@ class Executable(Runner):
         this executable does not update the reduced variable, or if ``n_repeats > 1`` and an output is no scalar.
         """
         key = spec and spec.key, *others, n_repeats
-        fused = self._fused.pop(key, None)
+        fused = self._fused_executables.pop(key, None)
         if fused is None:
             executables = [self, *others]
             if not _can_fuse(executables, spec, n_repeats):
                 return None
             functions = [function for executable in executables for function in executable._functions]
             assert len(functions) == len(executables)  # a fused executable would lose its exchange
-            while len(self._fused) >= _MAX_FUSED_EXECUTABLES:
-                del self._fused[next(iter(self._fused))]
+            while len(self._fused_executables) >= _MAX_FUSED_EXECUTABLES:
+                del self._fused_executables[next(iter(self._fused_executables))]
             fused = Executable(functions, spec, self._logs_scalars, n_repeats)
-        self._fused[key] = fused  # the most recently used one is last
+        self._fused_executables[key] = fused  # the most recently used one is last
         return fused
 
-    def repeat(self, n_repeats: int) -> Executable | None:
+    def get_repeated(self, n_repeats: int) -> Executable | None:
         """Return the executable that computes ``n_repeats`` times in one launch; None if that is impossible."""
         return self if n_repeats == 1 else self.fuse(n_repeats=n_repeats)
 
@@ -169,7 +171,7 @@ class Executable(Runner):
         """Drop the CUDA graphs that XLA has recorded with another NCCL communicator, if there is one."""
         if communicator_number != self._communicator_number:
             if self._communicator_number:
-                self._run = self._make_program()
+                self._program = self._make_program()
                 self._signatures.clear()
             self._communicator_number = communicator_number
 
@@ -178,42 +180,45 @@ class Executable(Runner):
         for storage in self._storages:
             if type(storage[0]) is np.ndarray:
                 storage[0] = JAX.from_numpy(storage[0])
-        for storage in self._donated:
+        for storage in self._donated_storages:
             if has_other_references(storage):
                 with defer_signals():  # as in ScalarLog.__init__
                     storage[0] = self._copy(storage[0])
-        if self._log is not None and (self._is_interrupted or not self._log.has_capacity(self.n_repeats)):
-            self._log = ScalarLog(self._dtypes)
+        if self._scalar_log is not None and (self._is_launching or not self._scalar_log.has_capacity(self.n_repeats)):
+            self._scalar_log = ScalarLog(self._logged_dtypes)
         arguments = self._get_arguments(inputs)
         JAX.before_launch()
-        # An interrupt may come between the launch, which appends to the log, and the update of the number of entries.
-        self._is_interrupted = True
+        # Stays True after an interrupt between the launch, which appends to the log, and the update of the number of
+        # entries.  Then the next launch gets a new log.
+        self._is_launching = True
         try:
             self._launch(arguments)
         finally:
             del arguments  # an error's traceback would keep the arrays alive
-        results = self._take_results()
-        self._is_interrupted = False
+        results = self._pop_results()
+        self._is_launching = False
         return results
 
     def wait(self, results: Sequence[Any]) -> None:
         """Wait until the last launch has been computed."""
         import jax
 
-        logs = [] if self._log is None else self._log.storages
+        logs = [] if self._scalar_log is None else self._scalar_log.storages
         jax.block_until_ready(
-            [*(r for r in results if JAX.owns(r)), *(storage[0] for storage in (*self._updated, *logs))]
+            [*(r for r in results if JAX.owns(r)), *(storage[0] for storage in (*self._updated_storages, *logs))]
         )
 
-    def _take_results(self) -> list[Any]:
+    def _pop_results(self) -> list[Any]:
         """Return the outputs of the last launch, and clear their storages."""
         if self._n_inputs:
-            JAX.after_launch([storage[0] for storage in (*self._outputs, *self._updated)])
-        results = [storage[0] for storage in self._outputs]
-        for storage in self._outputs:
+            JAX.after_launch([storage[0] for storage in (*self._output_storages, *self._updated_storages)])
+        results = [storage[0] for storage in self._output_storages]
+        for storage in self._output_storages:
             storage[0] = None  # frees the memory before the next call
-        if self._log is not None:
-            for position, entries in zip(self._logged, self._log.make_entries(self.n_repeats), strict=True):
+        if self._scalar_log is not None:
+            for position, entries in zip(
+                self._logged_positions, self._scalar_log.make_entries(self.n_repeats), strict=True
+            ):
                 results[position * self.n_repeats : position * self.n_repeats] = entries
         return results
 
@@ -223,13 +228,17 @@ class Executable(Runner):
         No Python instruction is executed in between, so that no interrupt is raised: after the launch the old values
         are deleted, and the new values have no other references.
         """
-        storages = [*self._outputs, *self._updated, *([] if self._log is None else self._log.storages)]
-        results = chain.from_iterable(starmap(self._run, (arguments,)))
+        storages = [
+            *self._output_storages,
+            *self._updated_storages,
+            *([] if self._scalar_log is None else self._scalar_log.storages),
+        ]
+        results = chain.from_iterable(starmap(self._program, (arguments,)))
         deque(map(setitem, storages, repeat(0), results), maxlen=0)
 
     def _get_arguments(self, inputs: Sequence[Any]) -> list[Any]:
         """Return the program's arguments: lengths, inputs, the storages' values, the arrays of the log."""
-        logs = [] if self._log is None else self._log.storages
+        logs = [] if self._scalar_log is None else self._scalar_log.storages
         lengths = []
         if self._has_lengths:
             (function,) = self._functions
@@ -243,7 +252,7 @@ def _can_fuse(executables: Sequence[Executable], spec: ExchangeSpec | None, n_re
     """Whether executables can be fused into one launch; see `Executable.fuse`."""
     if any(executable._has_lengths for executable in executables):
         return False
-    if n_repeats > 1 and (n_repeats > LOG_CAPACITY or any(executable._outputs for executable in executables)):
+    if n_repeats > 1 and (n_repeats > LOG_CAPACITY or any(executable._output_storages for executable in executables)):
         return False
     if spec is None:
         return True

@@ -1,7 +1,7 @@
 """Launches of executables that contain collectives.
 
 XLA calls the collectives during the launch (`devices.jax.ffi_collectives`).  `FusedRunner` passes a
-`NcclCollectiveLauncher`, or the NCCL communicator itself, to the program's `FfiCollectives`.
+`NcclCollectiveHandler`, or the NCCL communicator itself, to the program's `FfiCollectives`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from synkhronos.devices.jax.ffi_collectives import CollectiveLauncher
+from synkhronos.devices.jax.ffi_collectives import CollectiveHandler
 from synkhronos.devices.jax.xla_communicator import BufferSpan, Collective, XlaCommunicator
 from synkhronos.engines.engine import GradientExchange, Runner
 from synkhronos.engines.xla.executable import Executable
@@ -46,10 +46,10 @@ class FusedRunner(Runner):
         return results
 
     def _launch_python(self, inputs: Sequence[Any], communicator: XlaCommunicator, shape: tuple[int, ...]) -> list[Any]:
-        """Launch the program, whose collectives call NCCL through a `NcclCollectiveLauncher`."""
+        """Launch the program, whose collectives call NCCL through a `NcclCollectiveHandler`."""
         op, collectives = self._ffi_collectives.op, self._executable.collectives
-        launcher = NcclCollectiveLauncher(self._rank, communicator, op, shape, self.n_repeats > 1, collectives)
-        with self._ffi_collectives.use_collective_launcher(launcher, self.n_repeats * len(collectives)):
+        handler = NcclCollectiveHandler(self._rank, communicator, op, shape, self.n_repeats > 1, collectives)
+        with self._ffi_collectives.use_collective_handler(handler, self.n_repeats * len(collectives)):
             return self._executable(*inputs)
 
     def _launch_native(self, inputs: Sequence[Any], communicator: XlaCommunicator, shape: tuple[int, ...]) -> list[Any]:
@@ -64,8 +64,8 @@ class FusedRunner(Runner):
                     self._rank.record_applied()  # an earlier step may be valid even if a later one fails
 
 
-class NcclCollectiveLauncher(CollectiveLauncher):
-    """Launches the collectives on the ranks' gradients, of one shape on all ranks, in one or several steps."""
+class NcclCollectiveHandler(CollectiveHandler):
+    """Runs the collectives on the ranks' gradients, of one shape on all ranks, in a launch of one or several steps."""
 
     def __init__(
         self,
@@ -84,11 +84,11 @@ class NcclCollectiveLauncher(CollectiveLauncher):
 
     def start(self, spans: Sequence[BufferSpan], stream: int | None) -> None:
         """Start the collective on a chunk of the gradient, which overlaps the stream's next work."""
-        self._communicator.launch_on_side_stream(spans, self._op, stream, self._collective)
+        self._communicator.enqueue_on_side_stream(spans, self._op, stream, self._collective)
         self._n_started_items += sum(span.n_items for span in spans)
 
     def finish(self, spans: Sequence[BufferSpan], valid_flag_address: int, stream: int | None) -> None:
-        """Launch the collective on the rest of the gradient; ValueError if the ranks have compared another shape."""
+        """Enqueue the collective on the rest of the gradient; ValueError if the ranks have compared another shape."""
         if self._is_repeated:
             self._rank.record_applied()  # an earlier step may be valid even if a later one fails
         n_items, self._n_started_items = self._n_started_items + sum(span.n_items for span in spans), 0
@@ -97,7 +97,7 @@ class NcclCollectiveLauncher(CollectiveLauncher):
         if n_items != math.prod(self._shape):
             self.order_after_started(stream)
             raise ValueError(f"collective: expected shape {self._shape}, as before the launch, got {n_items} items")
-        self._communicator.launch_on_xla_stream(spans, self._op, valid_flag_address, stream, self._collective)
+        self._communicator.enqueue_on_xla_stream(spans, self._op, valid_flag_address, stream, self._collective)
         self._collective = next(self._collectives)
 
     def order_after_started(self, stream: int | None) -> None:

@@ -74,10 +74,10 @@ def _log_death(folder: str, error: BaseException, is_failed_start: bool) -> None
     if death is not None:
         DeathLog(folder).add(death)
     elif isinstance(error, WorkerError) and not error.reports:
-        description = error.cause.removeprefix(f"{describe_rank(error.rank, '')} ")
-        if description == error.cause:  # the clause has another subject than the rank
-            description = f"ended: {error.cause}"
-        DeathLog(folder).add(Death(error.rank, "", 0, description))
+        exit_description = error.description.removeprefix(f"{describe_rank(error.rank, '')} ")
+        if exit_description == error.description:  # the clause has another subject than the rank
+            exit_description = f"ended: {error.description}"
+        DeathLog(folder).add(Death(error.rank, "", 0, exit_description))
     elif is_failed_start and isinstance(error, WorkerError):
         host, n_ranks = get_last_host(error.rank)
         death = Death.from_failed_start(error.rank, host, str(error).partition("\n")[0])

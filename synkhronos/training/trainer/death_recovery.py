@@ -183,8 +183,8 @@ class RecoveryPolicy(DeathPolicy):
             assert death is not None
             peer = describe_rank(death.rank, death.host)
             if excess := self._death_limit.record_death(death.rank, death.is_failed_start):
-                cause = f"{peer} {death.exit_description}"
-                raise WorkerError(f"{cause}; {excess}", death.rank, cause=cause) from error
+                description = f"{peer} {death.exit_description}"
+                raise WorkerError(f"{description}; {excess}", death.rank, description=description) from error
             deaths.append(death)
             ranks_to_remove, size = self._choose_ranks_to_remove(death, ranks_to_remove, error), session.size
             if death.lost_ranks and not ranks_to_remove:  # a host that could not be reached
@@ -222,10 +222,11 @@ class RecoveryPolicy(DeathPolicy):
         if not self._death_limit.is_rank_unusable and not is_lost:
             return ranks_to_remove
         peer = describe_rank(death.rank, death.host)
-        failure = f"on_death='continue': {peer} {death.exit_description}"
+        description = f"on_death='continue': {peer} {death.exit_description}"
         ranks_to_remove = sorted({*ranks_to_remove, *(death.lost_ranks or (death.rank,))})
         if self._session.rank.master_rank in ranks_to_remove:
-            raise WorkerError(f"{failure}; the master can't be left out", death.rank, cause=failure) from error
+            message = f"{description}; the master can't be left out"
+            raise WorkerError(message, death.rank, description=description) from error
         _log.warning("%s %s; training continues without ranks %s", peer, death.exit_description, ranks_to_remove)
         self._death_limit.reset_deaths_since_copy()
         return ranks_to_remove

@@ -138,7 +138,10 @@ def report_survival(before: dict[str, Any], work: Workload | None) -> None:
         assert work is not None
         plan_action("none", "none", ())
         report_event(
-            "alive", w=[float(w[0]) for w in synk.gather(work.w)] if work.f._dispatcher.session is not None else None
+            "alive",
+            w=[float(w[0]) for w in synk.gather(work.w)]
+            if work.f._dispatcher.distributed_session is not None
+            else None,
         )
     report_works_and_close(before, work, N)
 

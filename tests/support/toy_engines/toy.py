@@ -32,7 +32,7 @@ class Launch(Runner):
                 function()
         return [Handle(value) for output in zip(*results, strict=True) for value in output]
 
-    def repeat(self, n_repeats):
+    def get_repeated(self, n_repeats):
         return Launch(self.first, self.further_functions, n_repeats)
 
 
@@ -42,7 +42,7 @@ class ToyEngine(LazyEngine):
     #: Whether it runs functions rather than the default engine: tests set it before they fork.
     runs_functions = False
 
-    def can_run(self, library, mode):
+    def can_launch(self, library, mode):
         return self.runs_functions and not library.is_xla_mode(mode)
 
     def make_runner(self, library, function, n_inputs, allows_opaque_outputs):
