@@ -88,7 +88,7 @@ class _SetUpRank(Command):
             # CUDA numbers the GPUs anew if it leaves out a broken one: then the master's numbers may not exist.
             if device is NUMPY or max(numbers) < get_n_gpu():
                 index = numbers[index]
-            gpus = device.assign_gpus(index + 1, 0)
+            gpus = device.choose_gpus(index + 1, 0)
         device.initialize(gpus[index])
 
 
@@ -252,7 +252,7 @@ def _start_ranks(
         # Imports modules before the fork, so that workers inherit them.
         register_loaded_libraries()
         engines.list_engines()
-        first_command = _SetUpRank(device.name, device.assign_gpus(n_local, master_rank), seeds, cores, gpu_numbers)
+        first_command = _SetUpRank(device.name, device.choose_gpus(n_local, master_rank), seeds, cores, gpu_numbers)
         ranks.start_session(
             size,
             master_rank,

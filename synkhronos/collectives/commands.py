@@ -190,17 +190,17 @@ class Broadcast(Command):
 
     def run(self, rank: Rank) -> None:
         """Send or receive each variable's value."""
-        for variable in prepare_replicas(rank, self.keys, self.uses_device_communicator):
+        for replica in prepare_replicas(rank, self.keys, self.uses_device_communicator):
             if rank.is_master:
-                variable.communicator.broadcast(variable.get_contiguous(), rank.master_rank)
+                replica.communicator.broadcast(replica.get_contiguous(), rank.master_rank)
                 continue
-            if variable.layouts[rank.number] == variable.layouts[rank.master_rank]:
-                array = variable.get_writable()
+            if replica.layouts[rank.number] == replica.layouts[rank.master_rank]:
+                array = replica.get_writable()
             else:
                 # A new array, so that the variable keeps its old value if a rank fails.
-                array = variable.transport_device.empty(*variable.layouts[rank.master_rank])
-            variable.communicator.broadcast(array, rank.master_rank)
-            variable.store(array)
+                array = replica.transport_device.empty(*replica.layouts[rank.master_rank])
+            replica.communicator.broadcast(array, rank.master_rank)
+            replica.store(array)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,11 +247,11 @@ class Gather(Command):
     def run(self, rank: Rank) -> Any:
         """Return a list with the gathered values of each variable in the master, a list of None in workers."""
         results = []
-        for variable in prepare_replicas(rank, self.keys, self.uses_device_communicator):
+        for replica in prepare_replicas(rank, self.keys, self.uses_device_communicator):
             result = out = None
             if rank.is_master:
-                result, out = _allocate_gathered(variable.transport_device, variable.layouts, self.nd_up)
-            variable.communicator.gather(variable.get_contiguous(), rank.master_rank, variable.layouts, out)
+                result, out = _allocate_gathered(replica.transport_device, replica.layouts, self.nd_up)
+            replica.communicator.gather(replica.get_contiguous(), rank.master_rank, replica.layouts, out)
             results.append(result)
         return results
 
@@ -265,19 +265,19 @@ class AllGather(Command):
 
     def run(self, rank: Rank) -> None:
         """Check that all variables can be concatenated, then gather them."""
-        variables = prepare_replicas(rank, self.keys, self.uses_device_communicator)
-        for variable in variables:
-            if not _can_concatenate(variable.layouts):
-                shapes = variable.format_shapes()
-                variable.raise_common_error(
-                    f"all_gather: {describe(variable.shared)} can't be concatenated along axis 0: {shapes}"
+        replicas = prepare_replicas(rank, self.keys, self.uses_device_communicator)
+        for replica in replicas:
+            if not _can_concatenate(replica.layouts):
+                shapes = replica.format_shapes()
+                replica.raise_common_error(
+                    f"all_gather: {describe(replica.shared)} can't be concatenated along axis 0: {shapes}"
                 )
-            rows = sum(shape[0] for shape, _ in variable.layouts)
-            variable.check_shape((rows, *variable.layouts[0][0][1:]), "all_gather")
-        for variable in variables:
-            concatenated, out = _allocate_gathered(variable.transport_device, variable.layouts, 0)
-            variable.communicator.all_gather(variable.get_contiguous(), variable.layouts, out)
-            variable.store(concatenated)
+            rows = sum(shape[0] for shape, _ in replica.layouts)
+            replica.check_shape((rows, *replica.layouts[0][0][1:]), "all_gather")
+        for replica in replicas:
+            concatenated, out = _allocate_gathered(replica.transport_device, replica.layouts, 0)
+            replica.communicator.all_gather(replica.get_contiguous(), replica.layouts, out)
+            replica.store(concatenated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,23 +290,23 @@ class ReduceScatter(Command):
 
     def run(self, rank: Rank) -> None:
         """Check that all variables have equal shapes that can be divided, then reduce."""
-        variables = prepare_replicas(rank, self.keys, self.uses_device_communicator, self.op)
+        replicas = prepare_replicas(rank, self.keys, self.uses_device_communicator, self.op)
         shares = []
-        for variable in variables:
-            variable.check_equal_shapes("reduce_scatter")
-            shape = variable.layouts[0][0]
+        for replica in replicas:
+            replica.check_equal_shapes("reduce_scatter")
+            shape = replica.layouts[0][0]
             if not shape:
-                variable.raise_common_error(f"reduce_scatter: {describe(variable.shared)} has no rows to divide")
+                replica.raise_common_error(f"reduce_scatter: {describe(replica.shared)} has no rows to divide")
             shares.append(split_selection(range(shape[0]), rank.size))
             for share in shares[-1]:
-                variable.check_shape((len(share), *shape[1:]), "reduce_scatter")
-        for variable, rows in zip(variables, shares, strict=True):
-            shape, dtype = variable.layouts[0]
+                replica.check_shape((len(share), *shape[1:]), "reduce_scatter")
+        for replica, rows in zip(replicas, shares, strict=True):
+            shape, dtype = replica.layouts[0]
             n_items = math.prod(shape[1:])
             bounds = [0, *(share.stop * n_items for share in rows)]
-            out = variable.transport_device.empty((len(rows[rank.number]), *shape[1:]), dtype)
-            variable.communicator.reduce_scatter(variable.get_contiguous(), self.op, bounds, out)
-            variable.store(out)
+            out = replica.transport_device.empty((len(rows[rank.number]), *shape[1:]), dtype)
+            replica.communicator.reduce_scatter(replica.get_contiguous(), self.op, bounds, out)
+            replica.store(out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,18 +322,18 @@ class Reduce(Command):
         """Check that shapes are equal, then reduce; return the results in the master."""
         if rank.size == 1 and self.in_place:
             return []  # a reduction over one rank is that rank's value
-        variables = prepare_replicas(rank, self.keys, self.uses_device_communicator, self.op)
-        for variable in variables:
-            variable.check_equal_shapes("reduce")
+        replicas = prepare_replicas(rank, self.keys, self.uses_device_communicator, self.op)
+        for replica in replicas:
+            replica.check_equal_shapes("reduce")
         in_place, results = self.in_place and rank.is_master, []
-        for variable in variables:
-            layout, out = variable.layouts[0], None
+        for replica in replicas:
+            layout, out = replica.layouts[0], None
             if rank.is_master:
-                out = variable.get_writable() if in_place else variable.transport_device.empty(*layout)
-            array = out if in_place else variable.get_contiguous()
-            variable.communicator.reduce(array, self.op, rank.master_rank, out, layout, range(rank.size))
+                out = replica.get_writable() if in_place else replica.transport_device.empty(*layout)
+            array = out if in_place else replica.get_contiguous()
+            replica.communicator.reduce(array, self.op, rank.master_rank, out, layout, range(rank.size))
             if in_place:
-                variable.store(out)
+                replica.store(out)
             results.append(out)
         return results
 
@@ -359,10 +359,10 @@ class AllReduceValues(Command):
             if rank.compare_digests(last.digest):
                 return last
             has_compared_digests = True
-        variables = prepare_replicas(rank, self.keys, self.uses_device_communicator, self.op, has_compared_digests)
-        for variable in variables:
-            variable.check_equal_shapes("all_reduce")
-        plan = plans[self] = AllReducePlan.from_replicas(rank, self.keys, variables)
+        replicas = prepare_replicas(rank, self.keys, self.uses_device_communicator, self.op, has_compared_digests)
+        for replica in replicas:
+            replica.check_equal_shapes("all_reduce")
+        plan = plans[self] = AllReducePlan.from_replicas(rank, self.keys, replicas)
         return plan
 
 
@@ -393,8 +393,15 @@ class AllReducePlan(NamedTuple):
         """Return the plan for replicas of equal shapes."""
         generation = get_rank_device(rank).get_communicator(rank).generation
         variables = [
-            PlannedVariable(key, r.library, r.layouts[rank.number], r.device, r.transport_device, r.communicator)
-            for key, r in zip(keys, replicas, strict=True)
+            PlannedVariable(
+                key,
+                replica.library,
+                replica.layouts[rank.number],
+                replica.device,
+                replica.transport_device,
+                replica.communicator,
+            )
+            for key, replica in zip(keys, replicas, strict=True)
         ]
         layouts = tuple([(*variable.layout, variable.device.name) for variable in variables])
         return cls(variables, generation, rank.compute_digest((layouts, generation)))
@@ -445,19 +452,19 @@ class GetValue(Command):
     """Send one rank's values to the master."""
 
     keys: tuple[Any, ...]
-    source: int
+    source_rank: int
 
     def run(self, rank: Rank) -> Any:
-        """Return the value of each variable on rank ``source`` in the master, an empty list in workers."""
+        """Return the value of each variable on ``source_rank`` in the master, an empty list in workers."""
         results = []
-        for variable in prepare_replicas(rank, self.keys):
+        for replica in prepare_replicas(rank, self.keys):
             layouts: list[ArrayLayout | None] = [None] * rank.size
-            layouts[self.source] = variable.layouts[self.source]
-            own = variable.device.as_bytes(variable.value) if rank.number == self.source else None
+            layouts[self.source_rank] = replica.layouts[self.source_rank]
+            own = replica.device.as_bytes(replica.value) if rank.number == self.source_rank else None
             out = None
             if rank.is_master:
                 out = [None if layout is None else np.empty(*layout) for layout in layouts]
-                results.append(out[self.source])
+                results.append(out[self.source_rank])
             NUMPY.get_communicator(rank).gather(own, rank.master_rank, layouts, out)
         return results
 
@@ -470,7 +477,7 @@ class GetLayouts(Command):
 
     def run(self, rank: Rank) -> Any:
         """Return each rank's layout of each variable, by variable."""
-        return [variable.layouts for variable in prepare_replicas(rank, self.keys)]
+        return [replica.layouts for replica in prepare_replicas(rank, self.keys)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,10 @@ from synkhronos.variable_types import Array
 
 
 class Device(ABC):
-    """Adapter for one kind of array and for its hardware: conversions, GPUs, shared memory, collectives.
+    """Adapter for one kind of array and for its hardware.
 
-    The arrays have the attributes ``shape`` and ``dtype``, as NumPy's do.
+    The arrays have the attributes ``shape`` and ``dtype``, as NumPy's do.  The methods are five groups: arrays,
+    arithmetic, start of the ranks, shared memory, and collectives.
 
     Attributes
     ----------
@@ -52,7 +53,7 @@ class Device(ABC):
     default_mode: str | None = None
     has_arithmetic = False
 
-    # -- arrays ----------------------------------------------------------------------------------------------
+    # -- arrays, for every package -------------------------------------------------------------------------
 
     @abstractmethod
     def owns(self, value: object) -> bool:
@@ -85,6 +86,12 @@ class Device(ABC):
     def wait(self, values: Sequence[Any]) -> None:  # noqa: B027 - most arrays are computed once they exist
         """Wait until arrays have been computed."""
 
+    def as_contiguous(self, value: Array) -> Array:
+        """Return an array if it is contiguous, else a contiguous copy."""
+        return value
+
+    # -- arithmetic, for slices of a call and for exchange rules -------------------------------------------
+
     def reduce_pair(self, op: ReduceOp, left: Array, right: Array) -> Array:
         """Return ``op`` applied to two arrays of one shape; the result may be written into the first."""
         assert op.ufunc is not None
@@ -107,9 +114,9 @@ class Device(ABC):
             for start, end, shape, dtype in zip(starts, ends, shapes, dtypes, strict=True)
         ]
 
-    # -- ranks -----------------------------------------------------------------------------------------------
+    # -- start of the ranks --------------------------------------------------------------------------------
 
-    def assign_gpus(self, n_local_ranks: int, local_master_index: int) -> list[str]:
+    def choose_gpus(self, n_local_ranks: int, local_master_index: int) -> list[str]:
         """Return the GPU of each rank of this host, as ``CUDA_VISIBLE_DEVICES`` names it; "" without GPUs.
 
         Called before `initialize`: in the master for its host, and on every rank of the other hosts, where
@@ -124,22 +131,11 @@ class Device(ABC):
         """Whether this process has started a runtime that its forks can't use."""
         return False
 
-    # -- functions -------------------------------------------------------------------------------------------
+    # -- shared memory, for inputs of functions and programs -----------------------------------------------
 
     def accepts_input(self, dtype: np.dtype, ndim: int) -> bool:
         """Whether functions take inputs of this dtype and ndim as arrays of this kind; else they take NumPy arrays."""
         return True
-
-    # -- shared memory ---------------------------------------------------------------------------------------
-
-    def read_segment(self, rank: Rank, location: ArrayLocation, rows: Selection | None) -> Array:
-        """Copy rows of an array in shared memory (None: all) into a new array of this kind."""
-        view = location.view(rank.segments)
-        return self.from_numpy(view if rows is None else take_rows(view, rows))
-
-    def write_segment(self, rank: Rank, segment_key: int, offset: int, value: Array) -> None:
-        """Copy an array into a segment of shared memory, from byte ``offset`` on."""
-        rank.segments[segment_key].view_array(tuple(value.shape), value.dtype, offset)[...] = self.to_numpy(value)
 
     def stage_input(
         self, rank: Rank, location: ArrayLocation, rows: Selection | None, buffers: Buffers, must_copy: bool
@@ -155,11 +151,20 @@ class Device(ABC):
         """Return a vector of indexes as an input of the next launch, perhaps in one of the input's ``buffers``."""
         return self.from_numpy(values)
 
+    def read_segment(self, rank: Rank, location: ArrayLocation, rows: Selection | None) -> Array:
+        """Copy rows of an array in shared memory (None: all) into a new array of this kind."""
+        view = location.view(rank.segments)
+        return self.from_numpy(view if rows is None else take_rows(view, rows))
+
+    def write_segment(self, rank: Rank, segment_key: int, offset: int, value: Array) -> None:
+        """Copy an array into a segment of shared memory, from byte ``offset`` on."""
+        rank.segments[segment_key].view_array(tuple(value.shape), value.dtype, offset)[...] = self.to_numpy(value)
+
     def as_bytes(self, value: Array) -> Any:
         """Return an array's bytes: a vector of uint8, or an object with its ``size`` and a method ``copy_to``."""
         return np.ascontiguousarray(self.to_numpy(value)).reshape(-1).view(np.uint8)
 
-    # -- collectives, and arrays that they read or write in place --------------------------------------------
+    # -- collectives ---------------------------------------------------------------------------------------
 
     def get_communicator(self, rank: Rank) -> Communicator:
         """Return a rank's communicator for arrays of this kind, always the same object."""
@@ -172,10 +177,6 @@ class Device(ABC):
     def get_group_communicator(self, rank: Rank, members: Iterable[int]) -> Any:
         """Return the communicator of a group of ranks, as `NcclGroupCommunicator`; None if groups use host memory."""
         return None
-
-    def as_contiguous(self, value: Array) -> Array:
-        """Return an array if it is contiguous, else a contiguous copy."""
-        return value
 
     def as_writable(self, value: Array, has_other_references: bool) -> Array:
         """Return a container's value if it is contiguous and may be written in place, else a copy."""

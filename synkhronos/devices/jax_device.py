@@ -34,7 +34,7 @@ class JaxDevice(CudaDevice):
         ("jax_cuda13_plugin", "jax_cuda12_plugin"): "jax[cuda13] or jax[cuda12]",
     }
     install_hint = "pip install 'synkhronos[gpu]'"
-    gpu_library = "pytensor"
+    graph_library_name = "pytensor"
     default_mode = "JAX"
     has_arithmetic = True
 

@@ -74,7 +74,7 @@ class MultiHostCommunicator(SharedMemoryCommunicator):
             own_target = target if r == rank.number else None
             self._reduce(source[start:stop], own_target, op, stop - start, array.dtype, range(rank.size))
 
-    def _gather_on(
+    def _gather_to(
         self,
         receivers: range,
         array: np.ndarray | None,
@@ -95,9 +95,9 @@ class MultiHostCommunicator(SharedMemoryCommunicator):
                 )
 
     def _stream_bytes(
-        self, source: np.ndarray | None, target: np.ndarray | None, size: int, root: int, receivers: range
+        self, source: np.ndarray | None, target: np.ndarray | None, nbytes: int, root: int, receivers: range
     ) -> None:
-        """Stream ``size`` bytes from the root to a range of ranks, through all hosts between them.
+        """Stream ``nbytes`` bytes from the root to a range of ranks, through all hosts between them.
 
         ``source`` are the bytes on the root.  ``target`` is the memory for them on this rank; None if it does not need
         them.
@@ -112,23 +112,23 @@ class MultiHostCommunicator(SharedMemoryCommunicator):
             target_pipes.append(self._up_out)
         if not self._is_first and not from_below and receivers.start < local_ranks.start:
             target_pipes.append(self._down_out)
-        for offset in range(0, size, FRAME_NBYTES):
-            nbytes = min(FRAME_NBYTES, size - offset)
+        for offset in range(0, nbytes, FRAME_NBYTES):
+            frame_nbytes = min(FRAME_NBYTES, nbytes - offset)
             if source_pipe is self._local:
-                content = self._switch_scratch_halves()[root - local_ranks.start][:nbytes]
+                content = self._switch_scratch_halves()[root - local_ranks.start][:frame_nbytes]
                 if number == root and source is not None:
                     copy_bytes(source, offset, content)
                 self._local.advance()
                 self._local.wait_all_processed()
             else:
-                content = source_pipe.wait_for_received_frame()[:nbytes]
+                content = source_pipe.wait_for_received_frame()[:frame_nbytes]
             for pipe in target_pipes:
                 frame = pipe.wait_for_free_frame()
                 if number == local_ranks.start:
-                    frame[:nbytes] = content
-                pipe.advance(nbytes)
+                    frame[:frame_nbytes] = content
+                pipe.advance(frame_nbytes)
             if target is not None and number != root:
-                target[offset : offset + nbytes] = content
+                target[offset : offset + frame_nbytes] = content
             if source_pipe is not self._local:
                 source_pipe.advance()
 
@@ -137,18 +137,18 @@ class MultiHostCommunicator(SharedMemoryCommunicator):
         source: np.ndarray | None,
         target: np.ndarray | None,
         op: str,
-        size: int,
+        n_items: int,
         dtype: np.dtype,
         contributors: Sequence[int],
     ) -> None:
         """Reduce ``source`` over the contributors into every ``target`` that is not None."""
         rank, local_ranks, reduce_op = self._rank, self._local_ranks, REDUCE_OPS[op]
         accumulator = reduce_op.choose_accumulator_dtype(dtype)
-        chunk_size = FRAME_NBYTES // accumulator.itemsize
+        chunk_items = FRAME_NBYTES // accumulator.itemsize
         pending: list[tuple[int, int]] = []  # chunks whose results have not arrived: first element, number
         local_index = rank.number - local_ranks.start
-        for offset in range(0, size, chunk_size):
-            count = min(chunk_size, size - offset)
+        for offset in range(0, n_items, chunk_items):
+            count = min(chunk_items, n_items - offset)
             low, high = (count * i // len(local_ranks) for i in (local_index, local_index + 1))
             halves = [half[: count * dtype.itemsize].view(dtype) for half in self._switch_scratch_halves()]
             if source is not None:

@@ -35,7 +35,7 @@ class PygpuDevice(CudaDevice):
     must_move_shared_values = False
     requirements = {("theano",): "Theano==1.0.5", ("pygpu",): "pygpu"}  # noqa: RUF012 - never modified
     install_hint = "pip install 'synkhronos[theano-gpu]', and pygpu as docs/theano.rst says"
-    gpu_library = "theano"
+    graph_library_name = "theano"
 
     def has_unforkable_runtime(self) -> bool:
         """Whether this process computes on a GPU."""

@@ -27,7 +27,7 @@ from synkhronos.devices.reduce_op import REDUCE_OPS, ReduceOp
 from synkhronos.ranks import Rank
 from synkhronos.ranks.control_memory import SCRATCH_NBYTES
 
-#: Size in bytes of all contributions to a reduction up to which each rank reduces them all, to save a barrier.
+#: Number of bytes of all contributions to a reduction up to which each rank reduces them all, to save a barrier.
 _MAX_SMALL_NBYTES = 1 << 17
 
 
@@ -88,21 +88,22 @@ class SharedMemoryCommunicator(Communicator):
         """Write this rank's items of the reduction over all ranks into ``out``."""
         rank, reduce_op, source, target = self._rank, REDUCE_OPS[op], array.reshape(-1), out.reshape(-1)
         number, dtype = rank.number, array.dtype
-        n_items = SCRATCH_NBYTES // dtype.itemsize // rank.size
+        chunk_items = SCRATCH_NBYTES // dtype.itemsize // rank.size
         longest = max(stop - start for start, stop in pairwise(bounds))
-        for offset in range(0, longest, n_items):
+        for offset in range(0, longest, chunk_items):
             # A rank's half holds the next items of all ranks' shares; each rank reads its own items from all halves.
             shared = self._switch_scratch_halves().view(dtype)
-            chunks = [source[start:stop][offset : offset + n_items] for start, stop in pairwise(bounds)]
+            chunks = [source[start:stop][offset : offset + chunk_items] for start, stop in pairwise(bounds)]
             for r, chunk in enumerate(chunks):
                 if r != number:
-                    shared[number][r * n_items :][: chunk.size] = chunk
+                    shared[number][r * chunk_items :][: chunk.size] = chunk
             rank.barrier()
             own_chunk = chunks[number]
             inputs = [
-                own_chunk if r == number else shared[r][number * n_items :][: own_chunk.size] for r in range(rank.size)
+                own_chunk if r == number else shared[r][number * chunk_items :][: own_chunk.size]
+                for r in range(rank.size)
             ]
-            reduce_arrays(inputs, reduce_op, target[offset : offset + n_items])
+            reduce_arrays(inputs, reduce_op, target[offset : offset + chunk_items])
 
     def gather(
         self,
@@ -112,13 +113,13 @@ class SharedMemoryCommunicator(Communicator):
         out: Sequence[np.ndarray | None] | None,
     ) -> None:
         """Copy rank r's array into the root's ``out[r]``."""
-        self._gather_on(range(root, root + 1), array, layouts, out)
+        self._gather_to(range(root, root + 1), array, layouts, out)
 
     def all_gather(self, array: np.ndarray, layouts: Sequence[ArrayLayout], out: Sequence[np.ndarray]) -> None:
         """Copy rank r's array into ``out[r]`` on every rank."""
-        self._gather_on(range(self._rank.size), array, layouts, out)
+        self._gather_to(range(self._rank.size), array, layouts, out)
 
-    def _gather_on(
+    def _gather_to(
         self,
         receivers: range,
         array: np.ndarray | None,
@@ -127,7 +128,7 @@ class SharedMemoryCommunicator(Communicator):
     ) -> None:
         """Copy rank r's array into ``out[r]`` on the receivers, which are consecutive ranks."""
         rank = self._rank
-        sizes = [0 if layout is None else compute_nbytes(layout) for layout in layouts]
+        lengths = [0 if layout is None else compute_nbytes(layout) for layout in layouts]
         source = None if array is None else as_bytes(array)
         targets = [None if a is None else as_bytes(a) for a in out] if out is not None else [None] * rank.size
         own_target = targets[rank.number]
@@ -135,7 +136,9 @@ class SharedMemoryCommunicator(Communicator):
             copy_bytes(source, 0, own_target)
         only_receiver = receivers[0] if len(receivers) == 1 else None  # its own array needs no scratch area
         contributes = source is not None and rank.number != only_receiver
-        for offset in range(0, max((s for r, s in enumerate(sizes) if r != only_receiver), default=0), SCRATCH_NBYTES):
+        for offset in range(
+            0, max((n for r, n in enumerate(lengths) if r != only_receiver), default=0), SCRATCH_NBYTES
+        ):
             halves = self._switch_scratch_halves()
             if contributes and source is not None:
                 copy_bytes(source, offset, halves[rank.number][: max(0, source.size - offset)])
@@ -150,7 +153,7 @@ class SharedMemoryCommunicator(Communicator):
         source: np.ndarray | None,
         target: np.ndarray | None,
         op: str,
-        size: int,
+        n_items: int,
         dtype: np.dtype,
         contributors: Sequence[int],
     ) -> None:
@@ -167,18 +170,18 @@ class SharedMemoryCommunicator(Communicator):
             if target is not None and source is not None and target is not source:
                 target[:] = source
             return
-        number, n_elements = rank.number, SCRATCH_NBYTES // dtype.itemsize
-        if size * dtype.itemsize * rank.size <= _MAX_SMALL_NBYTES:
+        number, max_chunk_items = rank.number, SCRATCH_NBYTES // dtype.itemsize
+        if n_items * dtype.itemsize * rank.size <= _MAX_SMALL_NBYTES:
             shared = self._switch_scratch_halves().view(dtype)
             if source is not None:
-                shared[number, :size] = source
+                shared[number, :n_items] = source
             rank.barrier()
             if target is not None:
                 rows = slice(None) if len(contributors) == rank.size else list(contributors)
-                target[:] = reduce_op.reduce_first_axis(shared[rows, :size])
+                target[:] = reduce_op.reduce_first_axis(shared[rows, :n_items])
             return
-        for offset in range(0, size, n_elements):
-            count = min(n_elements, size - offset)
+        for offset in range(0, n_items, max_chunk_items):
+            count = min(max_chunk_items, n_items - offset)
             low, high = count * number // rank.size, count * (number + 1) // rank.size
             shared = self._switch_scratch_halves().view(dtype)
             if source is not None:  # no other rank reads the elements of this rank's share

@@ -21,7 +21,7 @@ from synkhronos.devices import NUMPY, ArrayLayout
 from synkhronos.function.output_op import Accumulator, OutputOp
 from synkhronos.ranks import MAX_PAYLOAD_NBYTES, Rank
 
-#: Size in bytes up to which an array's contents are gathered together with its shape.
+#: Number of bytes up to which an array's contents are gathered together with its shape.
 MAX_SMALL_NBYTES = 1 << 12
 #: Maximal number of scalars in a record, which has to fit into a slot.
 _MAX_SCALARS = 1024
@@ -113,17 +113,16 @@ class RankOutputs(NamedTuple):
         pending: list[RankOutputs] = []
         nbytes = 0
         for outputs in outputs_by_call:
-            size = (
-                None if outputs.spec.scalar_dtypes is None else _make_record_dtype(outputs.spec.scalar_dtypes).itemsize
-            )
-            if pending and (size is None or nbytes + size > MAX_PAYLOAD_NBYTES):
+            dtypes = outputs.spec.scalar_dtypes
+            record_nbytes = None if dtypes is None else _make_record_dtype(dtypes).itemsize
+            if pending and (record_nbytes is None or nbytes + record_nbytes > MAX_PAYLOAD_NBYTES):
                 results += _reduce_scalars(rank, pending)
                 pending, nbytes = [], 0
-            if size is None:
+            if record_nbytes is None:
                 results.append(_reduce_arrays(rank, outputs))
             else:
                 pending.append(outputs)
-                nbytes += size
+                nbytes += record_nbytes
         return results + _reduce_scalars(rank, pending) if pending else results
 
 

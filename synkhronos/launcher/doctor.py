@@ -83,7 +83,7 @@ def _list_required_steps(installed: set[str], n_gpus: int) -> list[str]:
     if "theano" in installed and shutil.which("g++") is None:
         steps.append("install g++, with which Theano compiles functions: apt-get install g++")
     for device in list_gpu_devices():
-        if n_gpus and device.gpu_library in installed and (lacking := device.list_missing_requirements()):
+        if n_gpus and device.graph_library_name in installed and (lacking := device.list_missing_requirements()):
             steps.append(f"make the GPUs usable, which needs {', '.join(lacking)}: {device.install_hint}")
     return steps
 

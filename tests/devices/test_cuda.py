@@ -45,7 +45,7 @@ def test_assign_gpus_gives_each_rank_a_gpu(monkeypatch, visible, size, root, min
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     device = type(JAX)()
     device._gpu = mine
-    assert device.assign_gpus(size, root) == expected
+    assert device.choose_gpus(size, root) == expected
 
 
 @pytest.mark.parametrize("first", ["pass", "import jax"])
@@ -125,7 +125,7 @@ class Gpu:
         self.barriers = self
         self.stream = self.copy_stream_handle = 7
         self.next_number, self.arrived, self.host_flags = 3, 0, np.zeros(1, np.int32)
-        self.library = self
+        self.array_device = self
         self.CUresult = types.SimpleNamespace(CUDA_SUCCESS=DONE, CUDA_ERROR_NOT_READY=NOT_READY)
         #: Results of the next queries of the stream.
         self.query_results = []

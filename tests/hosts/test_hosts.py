@@ -228,7 +228,7 @@ def test_own_failure_to_start_an_agent_is_not_blamed_on_the_other_hosts(old_link
 
 def test_rank_left_out_on_another_host_leaves_out_its_gpu(monkeypatch):
     opened = []
-    device = SimpleNamespace(assign_gpus=lambda size, root: ["x", "y", "z"][:size], initialize=opened.append)
+    device = SimpleNamespace(choose_gpus=lambda size, root: ["x", "y", "z"][:size], initialize=opened.append)
     monkeypatch.setattr(startup, "get_device", lambda name: device)
     monkeypatch.setattr(startup, "set_rank_device", lambda rank, device: None)
     monkeypatch.setattr(startup, "_keep_freed_memory", lambda: None)

@@ -37,14 +37,14 @@ class CudaDevice(Device):
         Packages that are needed to compute on GPUs, as `cuda.find_missing_packages` takes them.
     install_hint : str
         Command that installs these packages.
-    gpu_library : str
+    graph_library_name : str
         Graph library whose functions use this device on GPUs.
     """
 
     needs_gpu = True
     requirements: dict[tuple[str, ...], str]
     install_hint: str
-    gpu_library: str
+    graph_library_name: str
 
     def __init__(self) -> None:
         self._gpu: str | None = None
@@ -60,7 +60,7 @@ class CudaDevice(Device):
         """Return the names of the packages that are needed to compute on GPUs and not installed."""
         return cuda.find_missing_packages({**self.requirements, **cuda.GPU_REQUIREMENTS})
 
-    def assign_gpus(self, n_local_ranks: int, local_master_index: int) -> list[str]:
+    def choose_gpus(self, n_local_ranks: int, local_master_index: int) -> list[str]:
         """Return the GPU of each rank of this host, as ``CUDA_VISIBLE_DEVICES`` names it."""
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = [*map(str, range(n_local_ranks))] if visible is None else [name.strip() for name in visible.split(",")]

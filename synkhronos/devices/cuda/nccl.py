@@ -56,8 +56,10 @@ class NcclCommunicator(Communicator):
     def __init__(self, rank: Rank, staging: Staging, watchdog: CollectiveWatchdog | None = None):
         self._rank = rank
         self._staging = staging
-        self._library = staging.library
-        self._stream = staging.copy_stream_handle if staging.library.stream is None else staging.library.stream
+        self._array_device = staging.array_device
+        self._stream = (
+            staging.copy_stream_handle if staging.array_device.stream is None else staging.array_device.stream
+        )
         valid_flag = np.zeros(1, np.int32) if watchdog else staging.host_flags
         self._connection = NcclConnection(rank, staging, self._stream, valid_flag)
         self._nccl, self._nccl_lock = self._connection.nccl, self._connection.nccl_lock
@@ -117,7 +119,7 @@ class NcclCommunicator(Communicator):
         with self._nccl_lock:
             handle = self._connection.get_handle()
             self._nccl.all_reduce(address, address, count, dtype, NCCL_OPS[op], handle, self._stream)
-        if self._library.stream is None:
+        if self._array_device.stream is None:
             self._wait_until_idle()
 
     def wait_briefly(self) -> bool:
@@ -165,7 +167,7 @@ class NcclCommunicator(Communicator):
         """Write this rank's items of the reduction over all ranks into ``out``."""
         address, count, dtype = self._prepare_buffer(array)
         nccl_op, itemsize = NCCL_OPS[op], array.dtype.itemsize
-        target = self._library.get_pointer(out) if out.size else 0
+        target = self._array_device.get_pointer(out) if out.size else 0
         counts = [stop - start for start, stop in pairwise(bounds)]
 
         def enqueue(handle: Any) -> None:
@@ -189,13 +191,13 @@ class NcclCommunicator(Communicator):
         self, array: Array, root: int, layouts: Sequence[ArrayLayout | None], out: Sequence[Any | None] | None
     ) -> None:
         """Copy rank r's array into the root's ``out[r]``."""
-        self._gather_on([root], array, out)
+        self._gather_to([root], array, out)
 
     def all_gather(self, array: Array, layouts: Sequence[ArrayLayout], out: Sequence[Any]) -> None:
         """Copy rank r's array into ``out[r]`` on every rank."""
-        self._gather_on(range(self._rank.size), array, out)
+        self._gather_to(range(self._rank.size), array, out)
 
-    def _gather_on(self, receivers: Sequence[int], array: Array, out: Sequence[Any | None] | None) -> None:
+    def _gather_to(self, receivers: Sequence[int], array: Array, out: Sequence[Any | None] | None) -> None:
         """Copy rank r's array into ``out[r]`` on the receivers."""
         number = self._rank.number
         address, count, _ = self._prepare_buffer(array)
@@ -240,9 +242,9 @@ class NcclCommunicator(Communicator):
 
     def _prepare_buffer(self, array: Array) -> tuple[int, int, int | None]:
         """Wait for an array unless NCCL uses the library's stream; return its address, length, and NCCL dtype."""
-        if self._library.stream is None:
-            self._library.wait([array])
-        return self._library.get_pointer(array), array.size, to_nccl_dtype(array.dtype)
+        if self._array_device.stream is None:
+            self._array_device.wait([array])
+        return self._array_device.get_pointer(array), array.size, to_nccl_dtype(array.dtype)
 
     def _wait_until_idle(self, check_peers: Callable[[], None] | None = None) -> None:
         """Wait until the stream is idle; poll ``check_peers``, by default `_abort_on_failure`, which may raise."""

@@ -140,17 +140,17 @@ class _DoubleBuffer:
 
 
 class Staging:
-    """Copies rows of shared memory to the GPU, and small arrays back; ``library`` is the `CudaDevice` of the arrays.
+    """Copies rows of shared memory to the GPU, and small arrays back; ``array_device`` is the `CudaDevice` of the arrays.
 
     The priority of ``copy_stream`` is higher than that of computations, so that the next step's rows are copied during
     a step.  ``event`` is reused by `order_after`.  ``host_flags`` are in page-locked memory, which the GPU can read.
     """
 
-    def __init__(self, library: Any):
+    def __init__(self, array_device: Any):
         from cuda.bindings import driver
         from cuda.core import Device, Stream, StreamOptions, launch
 
-        self.library = library
+        self.array_device = array_device
         self._launch = launch
         self.driver = driver
         self._device = Device(0)
@@ -158,7 +158,7 @@ class Staging:
         self.set_current_gpu()
         self.copy_stream = self._device.create_stream(options=StreamOptions(priority=-1))
         self.copy_stream_handle = int(self.copy_stream.handle)
-        self._compute_stream = None if library.stream is None else Stream.from_handle(library.stream)
+        self._compute_stream = None if array_device.stream is None else Stream.from_handle(array_device.stream)
         self.event = check_result(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
         self._kernels: dict[int, Any] = {}
         self._launch_configs: dict[int, Any] = {}
@@ -178,8 +178,8 @@ class Staging:
 
     def allocate_scratch(self, nbytes: int) -> int:
         """Return the address of scratch memory on the GPU."""
-        self._scratch = self.library.empty((nbytes,), np.dtype(np.uint8))
-        return self.library.get_pointer(self._scratch)
+        self._scratch = self.array_device.empty((nbytes,), np.dtype(np.uint8))
+        return self.array_device.get_pointer(self._scratch)
 
     @cached_property
     def side_stream(self) -> int:
@@ -222,7 +222,7 @@ class Staging:
         """Copy rows (None: all) into a new array, and wait for the copy."""
         shape = location.shape if rows is None else (len(rows), *location.shape[1:])
         array = self._allocate(shape, location.dtype)
-        self._copy_rows(rank, location, rows, self.library.get_pointer(array))
+        self._copy_rows(rank, location, rows, self.array_device.get_pointer(array))
         self._wait_for_copies()
         return array
 
@@ -230,10 +230,10 @@ class Staging:
 
     def write_segment(self, rank: Rank, segment_key: int, offset: int, array: Array) -> None:
         """Copy an array into a segment of shared memory, at a byte offset, and wait for the copy."""
-        self.library.wait([array])
+        self.array_device.wait([array])
         self.set_current_gpu()
         target = self.pin_segment(rank, segment_key) + offset
-        source, nbytes = self.library.get_pointer(array), array.size * array.dtype.itemsize
+        source, nbytes = self.array_device.get_pointer(array), array.size * array.dtype.itemsize
         check_result(self.driver.cuMemcpyAsync(target, source, nbytes, self.copy_stream_handle))
         self.copy_stream.sync()
 
@@ -241,7 +241,7 @@ class Staging:
         """Copy bytes of a computed array, from offset ``start``, into host memory, and wait for the copy."""
         if target.size:
             self.set_current_gpu()
-            source = self.library.get_pointer(array) + start
+            source = self.array_device.get_pointer(array) + start
             check_result(self.driver.cuMemcpyAsync(target.ctypes.data, source, target.nbytes, self.copy_stream_handle))
             self.copy_stream.sync()
 
@@ -254,14 +254,16 @@ class Staging:
             return None
         self.set_current_gpu()
         if self._fetch_memory.used:  # an interrupt has ended the last call before its copies were complete
-            check_result(self.driver.cuStreamSynchronize(self.library.stream))
+            check_result(self.driver.cuStreamSynchronize(self.array_device.stream))
             self._fetch_memory.used = 0
         targets = [self._fetch_memory.allocate(array.nbytes) for array in arrays]
         for array, target in zip(arrays, targets, strict=True):
             if array.nbytes:
-                source = self.library.get_pointer(array)
-                check_result(self.driver.cuMemcpyAsync(target.ctypes.data, source, array.nbytes, self.library.stream))
-        check_result(self.driver.cuStreamSynchronize(self.library.stream))
+                source = self.array_device.get_pointer(array)
+                check_result(
+                    self.driver.cuMemcpyAsync(target.ctypes.data, source, array.nbytes, self.array_device.stream)
+                )
+        check_result(self.driver.cuStreamSynchronize(self.array_device.stream))
         self._fetch_memory.used = 0
         return [
             target.view(array.dtype).reshape(array.shape).copy() for array, target in zip(arrays, targets, strict=True)
@@ -277,10 +279,10 @@ class Staging:
     def before_launch(self) -> None:
         """Make the next launch wait for all pending copies."""
         if self._has_pending_copies:
-            if self.library.stream is None:
+            if self.array_device.stream is None:
                 self._wait_for_copies()
             else:
-                self.order_after(self.library.stream, self.copy_stream_handle)
+                self.order_after(self.array_device.stream, self.copy_stream_handle)
 
     def after_launch(self) -> None:
         """Record that the last launch reads the buffers filled since the previous launch.
@@ -323,7 +325,7 @@ class Staging:
 
             def allocate() -> _InputBuffer:
                 array = self._allocate(shape, dtype)
-                return _InputBuffer(array, self.library.get_pointer(array))
+                return _InputBuffer(array, self.array_device.get_pointer(array))
 
             double_buffer = buffers[shape, dtype] = _DoubleBuffer(allocate)
         return double_buffer
@@ -331,9 +333,9 @@ class Staging:
     def _allocate(self, shape: tuple[int, ...], dtype: str) -> Array:
         """Return a new array; copies into it wait for earlier launches, which may still read memory that it reuses."""
         self.set_current_gpu()
-        array = self.library.empty(shape, np.dtype(dtype))
-        if self.library.stream is not None:
-            self.order_after(self.copy_stream_handle, self.library.stream)
+        array = self.array_device.empty(shape, np.dtype(dtype))
+        if self.array_device.stream is not None:
+            self.order_after(self.copy_stream_handle, self.array_device.stream)
         return array
 
     # -- rows ------------------------------------------------------------------------------------------------
