@@ -36,7 +36,7 @@ def parse_variables(
     variables = [shared_vars] if is_single else list(shared_vars)
     if not variables:
         raise ValueError("shared_vars: expected at least one shared variable, got an empty list")
-    replicator = Replicator.from_session(session)
+    replicator = Replicator.get_or_create(session)
     for variable in variables:
         _check_variable(replicator, variable, allow_generators)
     check_distinct(variables, "shared_vars")
@@ -71,7 +71,7 @@ def distribute_variables(session: Session, variables: Sequence[SharedVariable]) 
 
     It is called after all arguments have been checked, since a call that raises must not send copies to the workers.
     """
-    replicator = Replicator.from_session(session)
+    replicator = Replicator.get_or_create(session)
     missing = [variable for variable in variables if replicator.get_key(variable) is None]
     if missing:
         replicator.send([], missing)

@@ -89,17 +89,18 @@ def _read_header(path: str) -> tuple[tuple[int, ...], np.dtype, int]:
     with open(path, "rb") as file:
         try:
             version = np.lib.format.read_magic(file)
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, is_fortran_order, dtype = read(file)
+            formats = np.lib.format
+            read_header = formats.read_array_header_1_0 if version == (1, 0) else formats.read_array_header_2_0
+            shape, is_fortran_order, dtype = read_header(file)
         except ValueError as error:
             raise ValueError(f"{path}: expected an array as numpy.save writes it: {error}") from None
-        offset, size = file.tell(), os.fstat(file.fileno()).st_size
+        offset, file_nbytes = file.tell(), os.fstat(file.fileno()).st_size
     if dtype.kind not in NUMBER_KINDS or not dtype.isnative:
         raise ValueError(f"{path}: expected numbers in native byte order, got {dtype}")
     if is_fortran_order and len(shape) > 1:
         raise ValueError(f"{path}: expected an array in C order: save numpy.ascontiguousarray(x)")
-    if size < offset + math.prod(shape) * dtype.itemsize:
+    if file_nbytes < offset + math.prod(shape) * dtype.itemsize:
         raise ValueError(
-            f"{path}: expected {math.prod(shape) * dtype.itemsize:,} bytes of {shape}, got {size - offset:,}"
+            f"{path}: expected {math.prod(shape) * dtype.itemsize:,} bytes of {shape}, got {file_nbytes - offset:,}"
         )
     return shape, dtype, offset

@@ -196,13 +196,13 @@ def data_parts(load: Callable[[int, int], npt.ArrayLike], length: int, name: str
 
 
 def iterate_shuffled_batches(
-    length: int, size: int, ranks_by_host: Sequence[range], seed: Any = None
+    length: int, batch_size: int, ranks_by_host: Sequence[range], seed: Any = None
 ) -> Iterator[np.ndarray]:
-    """Yield batches of ``size`` shuffled rows of ``length`` in all, as `PartsData.batches`."""
+    """Yield batches of ``batch_size`` shuffled rows of ``length`` in all, as `PartsData.batches`."""
     rng, n_ranks = np.random.default_rng(seed), ranks_by_host[-1].stop
-    shares, sizes = split_selection(range(length), n_ranks), split_selection(range(size), n_ranks)
+    shares, batch_shares = split_selection(range(length), n_ranks), split_selection(range(batch_size), n_ranks)
     orders = [rng.permutation(_join_shares(shares, host_ranks)) for host_ranks in ranks_by_host]
-    counts = [len(_join_shares(sizes, host_ranks)) for host_ranks in ranks_by_host]
+    counts = [len(_join_shares(batch_shares, host_ranks)) for host_ranks in ranks_by_host]
     for k in range(min(len(order) // count for order, count in zip(orders, counts, strict=True))):
         yield np.concatenate([order[k * count :][:count] for order, count in zip(orders, counts, strict=True)])
 
@@ -232,8 +232,8 @@ def redistribute_rows(
     return np.concatenate(columns, axis=1).ravel(), shares
 
 
-def iterate_ordered_batches(length: int, size: int, n_ranks: int) -> Iterator[np.ndarray]:
-    """Yield batches of about ``size`` rows, which contain each row once; a rank's share has rows that it has loaded.
+def iterate_ordered_batches(length: int, batch_size: int, n_ranks: int) -> Iterator[np.ndarray]:
+    """Yield batches of about ``batch_size`` rows, which contain each row once; ranks use rows that they loaded.
 
     Examples
     --------
@@ -241,7 +241,7 @@ def iterate_ordered_batches(length: int, size: int, n_ranks: int) -> Iterator[np
     [[0, 1, 4, 5], [2, 3, 6, 7]]
     """
     shares = split_selection(np.arange(length), n_ranks)
-    count = -(-size // n_ranks)
+    count = -(-batch_size // n_ranks)
     for start in range(0, len(shares[0]), count):  # the first shares are the longest
         yield np.concatenate([rows[start : start + count] for rows in shares])
 
@@ -267,7 +267,7 @@ def _load_shares(session: Session, load: Any, shares: Sequence[range]) -> tuple[
     """Load all rows, each rank its share; return the segment's key, the array's shape and its dtype."""
     key = session.memory.reserve_key()
     try:
-        Replicator.from_session(session).send([(("load", key), load)], [])
+        Replicator.get_or_create(session).send([(("load", key), load)], [])
         session.rank.add_object(("load", key), load)
         shape, dtype = session.run(_LoadRows(key, tuple(shares)))
     except BaseException:

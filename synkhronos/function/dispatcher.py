@@ -211,7 +211,7 @@ def _distribute(session: Session, dispatchers: Sequence[Dispatcher]) -> None:
         variables = [variable for computation in computations for variable in computation.list_variables()]
         try:
             objects = [(dispatcher.key, dispatcher.computation) for dispatcher in group]
-            code = Replicator.from_session(session).send(objects, variables)
+            code = Replicator.get_or_create(session).send(objects, variables)
         except TypeError as error:
             # Pickle's error does not name the cause, which may be a keyword argument.
             for computation in computations:

@@ -150,11 +150,11 @@ class Agent:
         """Poll the control memory and MPI until the ranks have ended, and no agent has a message in transit."""
         last_event, has_cores = time.monotonic(), len(self._local_ranks) < count_available_cores()
         while not self._has_ended():
-            has_events = not self._is_ending and self._poll_memory()
+            has_events = not self._is_ending and self._send_changes()
             for source, message_type, arguments in self._messenger.receive():
                 self._handlers[message_type](source, *arguments)
                 has_events |= message_type != MessageType.HEARTBEAT
-            if self._frame_transport.poll_transfers():
+            if self._frame_transport.advance():
                 self._control.wake_local_ranks(AWAITS_BARRIER)
                 has_events = True
             has_events |= self._program_agent.advance()
@@ -183,7 +183,7 @@ class Agent:
 
     # -- events of this host -----------------------------------------------------------------------------------
 
-    def _poll_memory(self) -> bool:
+    def _send_changes(self) -> bool:
         """Send changes of this host's control memory to the other hosts; return True if there were any."""
         words, has_events = self._control.words, False
         # `done` is read before FAILED: a failing rank writes FAILED first, so DONE is never sent before FAILED.

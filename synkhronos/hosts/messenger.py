@@ -36,16 +36,16 @@ class Messenger:
 
     def __init__(self, mpi: Any, comm: Any):
         self._mpi, self._comm = mpi, comm
-        self.host, self.size = comm.rank, comm.size
+        self.host, self.n_hosts = comm.rank, comm.size
         self._unsent: list[Any] = []
-        self._incoming: list[deque[tuple[Any, bytearray]]] = [deque() for _ in range(self.size)]
+        self._incoming: list[deque[tuple[Any, bytearray]]] = [deque() for _ in range(self.n_hosts)]
         self._status = mpi.Status()
         self.last_received = dict.fromkeys(self.other_hosts, time.monotonic() + _FIRST_MESSAGE_SECONDS)
 
     @property
     def other_hosts(self) -> list[int]:
         """Numbers of all other hosts."""
-        return [host for host in range(self.size) if host != self.host]
+        return [host for host in range(self.n_hosts) if host != self.host]
 
     def send(self, host: int, message_type: int, *arguments: Any) -> None:
         """Send a message to a host without waiting."""

@@ -132,17 +132,19 @@ class MpiLink(Link):
 
     def _set_host_infos(self, host_infos: Sequence[dict[str, Any]]) -> None:
         self._aliases = [(name, host["name"]) for name, host in zip(self.host_names, host_infos, strict=True)]
-        self._cores, self._gpus = ([host[key] for host in host_infos] for key in ("n_cores", "n_gpus"))
+        self._n_cores_by_host, self._n_gpus_by_host = (
+            [host[key] for host in host_infos] for key in ("n_cores", "n_gpus")
+        )
 
     def choose_gpu_default(self) -> bool | None:
         """Return the default of ``use_gpu``: False if no host has GPUs; None (this host decides) if all have some.
 
         Raise ValueError if some hosts have GPUs and others none.
         """
-        if all(self._gpus):
+        if all(self._n_gpus_by_host):
             return None
-        if any(self._gpus):
-            counts = ", ".join(f"{name} has {n}" for name, n in zip(self.host_names, self._gpus, strict=True))
+        if any(self._n_gpus_by_host):
+            counts = ", ".join(f"{name} has {n}" for name, n in zip(self.host_names, self._n_gpus_by_host, strict=True))
             raise ValueError(f"use_gpu: expected True or False, since not all hosts have GPUs: {counts}")
         return False
 
@@ -153,15 +155,15 @@ class MpiLink(Link):
         GPU if ranks need GPUs, or else for each core.  Raise MissingGpuError if a host has fewer GPUs than ranks that
         need them.
         """
-        defaults = self._gpus if needs_gpus else self._cores
+        defaults = self._n_gpus_by_host if needs_gpus else self._n_cores_by_host
         self._uses_gpus = needs_gpus
         counts = [host.n_ranks or n_ranks or n for host, n in zip(self._hosts, defaults, strict=True)]
-        for name, n, n_gpus in zip(self.host_names, counts, self._gpus, strict=True):
+        for name, n, n_gpus in zip(self.host_names, counts, self._n_gpus_by_host, strict=True):
             if needs_gpus and not 1 <= n <= n_gpus:
                 needed = f", and {n} ranks there need one each" if n else ""
                 raise MissingGpuError(
-                    f"hosts: {name} has {n_gpus} GPUs{needed}: pass use_gpu=False, or in a session devices = 'cpu', to "
-                    "compute on CPU cores",
+                    f"hosts: {name} has {n_gpus} GPUs{needed}: pass use_gpu=False, or in a session file devices = 'cpu', "
+                    "to compute on CPU cores",
                     name,
                     n_gpus,
                 )
@@ -393,7 +395,7 @@ class MpiLink(Link):
             raise self._make_start_error([r for name in lost_hosts for r in ranks_left[name]], str(error)) from error
         try:
             if self._uses_gpus:
-                n_gpus = dict(zip(link.host_names, link._gpus, strict=True))
+                n_gpus = dict(zip(link.host_names, link._n_gpus_by_host, strict=True))
                 lost_ranks = [r for name in n_gpus for r in ranks_left[name][n_gpus[name] :]]
                 if lost_ranks:
                     raise self._make_start_error(lost_ranks, "its GPU is missing")

@@ -168,7 +168,7 @@ class FrameTransport:
         has_sent_last = all(request.Test() for request in self._last_frame_requests)
         return has_sent_last and not self.has_transfers and len(self._ended_peers) == len(self._neighbours)
 
-    def poll_transfers(self) -> bool:
+    def advance(self) -> bool:
         """Start and complete transfers without blocking; return True if ranks have to be woken."""
         command_number = self._control.words[ControlMemory.POSTED] + self._number_offset
         if command_number != self._command_number:

@@ -78,7 +78,7 @@ class ProgramAgent:
         #: Transfers in progress: generators that send a chunk at each step.
         self._transfers: deque[Iterator[None]] = deque()
         #: Scheduled actions by host, in order.
-        self._actions: list[deque[_ScheduledAction]] = [deque() for _ in range(messenger.size)]
+        self._actions: list[deque[_ScheduledAction]] = [deque() for _ in range(messenger.n_hosts)]
         self.handlers: dict[int, Callable[..., None]] = {
             MessageType.CHANNEL_UPDATE: partial(self._schedule, self._update_channel),
             MessageType.LOCK_REQUEST: partial(self._schedule, self._process_request),

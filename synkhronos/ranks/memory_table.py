@@ -69,7 +69,8 @@ class MemoryTable:
         self._unsent_segments: list[tuple[Segment, io.FileIO, set[int]]] = []
         self._unsent_releases: list[tuple[EntryKind, Any]] = []
         self._owners: dict[tuple[EntryKind, Any], weakref.ref[Any]] = {}
-        self._unused: list[Any] = []
+        #: Weak references to deleted owners; their keys are those of `_owners`.
+        self._deleted_owners: list[Any] = []
 
     def create_segment(self, nbytes: int, may_run_command: bool = True) -> Segment:
         """Create a segment, which every rank has under the same key from the next command on.
@@ -159,13 +160,13 @@ class MemoryTable:
 
         No Python code runs at the deletion itself: an interrupt in the middle of it would be swallowed.
         """
-        self._owners[kind, key] = weakref.KeyedRef(owner, self._unused.append, (kind, key))
+        self._owners[kind, key] = weakref.KeyedRef(owner, self._deleted_owners.append, (kind, key))
 
     def release_unused(self) -> None:
         """Release the segments and objects whose owners have been deleted."""
-        while self._unused:
-            self.release(*self._unused[0].key)
-            del self._unused[0]
+        while self._deleted_owners:
+            self.release(*self._deleted_owners[0].key)
+            del self._deleted_owners[0]
 
     def finish_releases(self) -> None:
         """Run `synchronize` if segments or objects were released."""

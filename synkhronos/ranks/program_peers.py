@@ -226,17 +226,17 @@ class ProgramPeers:
     def _request(self, operation: LockOperation, lock: int, ranges: Sequence[ByteRange] = ()) -> int:
         """Send a request for a lock of another host to this host's agent; return the answer, 0 for RELEASE."""
         me, sent = self.rank.number, self._words.sent
-        to_me = me * self.layout.n_ranks + me
+        own_channel = me * self.layout.n_ranks + me
         description = f"for lock {lock}"
         # The agent may still process a release.
-        self._wait_for_count(WaitCondition.RECEIVED, to_me, sent[to_me], description)
+        self._wait_for_count(WaitCondition.RECEIVED, own_channel, sent[own_channel], description)
         memory = self.layout.view_channel(self._segment, me, me)
         write_with_length(memory, pickle.dumps((operation, lock, ranges), pickle.HIGHEST_PROTOCOL))
         self.rank.control.fence()
-        sent[to_me] += 1
+        sent[own_channel] += 1
         if operation == LockOperation.RELEASE:
             return 0
-        self._wait_for_count(WaitCondition.RECEIVED, to_me, sent[to_me], description)
+        self._wait_for_count(WaitCondition.RECEIVED, own_channel, sent[own_channel], description)
         return int.from_bytes(memory[:WORD_NBYTES], "little")
 
     # -- waiting ---------------------------------------------------------------------------------------------
@@ -303,10 +303,10 @@ class _PublishedWait:
     def __init__(self, peers: ProgramPeers, condition: WaitCondition, count: int, description: str, index: int = 0):
         self._peers, self._condition, self._index, self._count = peers, condition, index, count
         self._description = description.encode()[:DESCRIPTION_NBYTES]
-        self._began = 0.0
+        self._start_time = 0.0
 
     def __enter__(self) -> None:
-        self._began = perf_counter()
+        self._start_time = perf_counter()
         words, me = self._peers._words, self._peers.rank.number
         write_with_length(self._peers._wait_descriptions[me], self._description)
         words.indexes[me] = self._index
@@ -316,7 +316,7 @@ class _PublishedWait:
 
     def __exit__(self, *_: object) -> None:
         words, me = self._peers._words, self._peers.rank.number
-        self._peers.wait_seconds += perf_counter() - self._began
+        self._peers.wait_seconds += perf_counter() - self._start_time
         words.conditions[me] = WaitCondition.NONE
         words.n_changes[me] += 1
 
@@ -389,13 +389,13 @@ class Lock:
         ValueError
             If rows are not contiguous, or belong to a file.
         """
-        self._copy(LockOperation.PULL, rows)
+        self._request_copy(LockOperation.PULL, rows)
 
     def push(self, *rows: Any) -> None:
         """Copy rows from this rank's host to the lock's host; see `pull`."""
-        self._copy(LockOperation.PUSH, rows)
+        self._request_copy(LockOperation.PUSH, rows)
 
-    def _copy(self, operation: LockOperation, rows: Sequence[Any]) -> None:
+    def _request_copy(self, operation: LockOperation, rows: Sequence[Any]) -> None:
         ranges = [find_byte_range(array) for array in rows]
         if self._semaphore is None:
             self._peers._request(operation, self._lock_number, ranges)

@@ -221,8 +221,8 @@ class SegmentTable:
                     raise OSError(errno.ESTALE, f"{segment.path} has changed since it was mapped")
                 yield segment, file
                 continue
-            for notify in self.before_unmap_callbacks:
-                notify(segment)
+            for callback in self.before_unmap_callbacks:
+                callback(segment)
             file = create_unlinked_file(segment.nbytes)
             content, done = memoryview(segment.buffer).cast("B"), 0
             while done < segment.nbytes:
@@ -235,8 +235,8 @@ class SegmentTable:
         """Drop a segment and return a weak reference to its memory, which is freed with its last view."""
         segment = self._segments.get(key)
         if segment is not None:
-            for notify in self.before_unmap_callbacks:
-                notify(segment)
+            for callback in self.before_unmap_callbacks:
+                callback(segment)
         self._segments.pop(key, None)
         self._unmapped.pop(key, None)
         return None if segment is None else weakref.ref(segment.buffer)

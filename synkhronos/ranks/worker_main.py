@@ -97,7 +97,7 @@ def spawn_worker(
     The process inherits the environment, `sys.path`, the file of the control memory and the channel.
     """
     files = control_file.fileno(), channel.fileno()
-    message = [files, get_layout(control), [from_main_thread, *arguments]]
+    message = [files, get_control_layout(control), [from_main_thread, *arguments]]
     return spawn("synkhronos.ranks.worker_main", "run_spawned_worker", message, files, from_main_thread, os.environ)
 
 
@@ -106,7 +106,7 @@ def run_spawned_worker() -> NoReturn:
     run_with_inherited_files(*json.loads(sys.argv[2]))
 
 
-def get_layout(control: ControlMemory) -> tuple[float, ...]:
+def get_control_layout(control: ControlMemory) -> tuple[float, ...]:
     """Return the layout of this control memory, for `run_with_inherited_files`."""
     local_ranks = control.local_ranks
     return control.size, control.spin_seconds, local_ranks.start, local_ranks.stop, len(control.link_memory)

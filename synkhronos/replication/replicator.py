@@ -74,7 +74,7 @@ class Replicator:
         session.replacement_callbacks[self] = Replicator._separate_streams
 
     @classmethod
-    def from_session(cls, session: Session) -> Replicator:
+    def get_or_create(cls, session: Session) -> Replicator:
         """Return the session's replicator."""
         return session.registry.get_or_create(cls, lambda: cls(session))
 

@@ -182,13 +182,13 @@ def test_link_to_the_host_that_is_left_counts_the_bytes_sent_before():
 def old_link(monkeypatch):
     """Link of hosts a, b and c with two ranks each on GPUs; the GPUs of ``found`` are there when it is connected again."""
     link, found = MpiLink([Host(name, 2) for name in "abc"], 1.0), {"a": 2, "b": 2, "c": 2}
-    link._gpus, link._cores = [2] * 3, [2] * 3
+    link._n_gpus_by_host, link._n_cores_by_host = [2] * 3, [2] * 3
     link.assign_ranks(None, True)
 
     def start_agents(link):
         if not all(found[name] is not None for name in link.host_names):
             raise RuntimeError("the hosts could not be reached")
-        link._gpus = link._cores = [found[name] for name in link.host_names]
+        link._n_gpus_by_host = link._n_cores_by_host = [found[name] for name in link.host_names]
 
     monkeypatch.setattr(MpiLink, "start_agents", start_agents)
     return link, found

@@ -35,7 +35,7 @@ class ReadSharedValues(Command):
 
 
 def get_replicator():
-    return Replicator.from_session(ranks.get_session())
+    return Replicator.get_or_create(ranks.get_session())
 
 
 def test_replicator_is_unique_in_a_session(fork):

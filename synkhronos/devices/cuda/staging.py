@@ -140,10 +140,10 @@ class _DoubleBuffer:
 
 
 class Staging:
-    """Copies rows of shared memory to the GPU, and small arrays back; ``array_device`` is the `CudaDevice` of the arrays.
+    """Copies rows of shared memory to the GPU, and small arrays back.
 
     The priority of ``copy_stream`` is higher than that of computations, so that the next step's rows are copied during
-    a step.  ``event`` is reused by `order_after`.  ``host_flags`` are in page-locked memory, which the GPU can read.
+    a step.  ``array_device`` is the `CudaDevice` of the arrays.  ``event`` is reused by `order_after`.  ``host_flags`` are in page-locked memory, which the GPU can read.
     """
 
     def __init__(self, array_device: Any):

@@ -98,7 +98,7 @@ def _sample_on_ranks(name: str, arguments: dict[str, Any]) -> tuple[Any, Any, Mo
         session.begin_call()
         try:
             session.rank.add_object(key, program)
-            Replicator.from_session(session).send([(key, program)], [potential])
+            Replicator.get_or_create(session).send([(key, program)], [potential])
             draws, stats = session.run(RunSampler(key))
         finally:
             session.memory.release("object", key)

@@ -123,7 +123,7 @@ class OptimizerState:
             if shared in self._sharded_variables:
                 value = self._gather(self._sharded_variables[shared])
                 shared.set_value(value)
-                if Replicator.from_session(ranks.get_session()).get_key(shared) is not None:
+                if Replicator.get_or_create(ranks.get_session()).get_key(shared) is not None:
                     broadcast(shared, value)
 
     def _gather(self, variable: ShardedVariable) -> np.ndarray:
