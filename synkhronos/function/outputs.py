@@ -51,7 +51,8 @@ class OutputSpec(NamedTuple):
         reduced = [None if op.name is None else output_type for output_type, op in zip(types, ops, strict=True)]
         if any(output_type is not None and output_type.ndim for output_type in reduced):
             return cls(ops, has_reductions, None)
-        return cls(ops, has_reductions, tuple([None if kind is None else np.dtype(kind.dtype) for kind in reduced]))
+        dtypes = [None if output_type is None else np.dtype(output_type.dtype) for output_type in reduced]
+        return cls(ops, has_reductions, tuple(dtypes))
 
     def repeat(self, n_repeats: int) -> OutputSpec:
         """Return the specification of a launch that computes each output ``n_repeats`` times in a row."""
@@ -195,9 +196,9 @@ def _pack_records(outputs_by_call: Sequence[RankOutputs]) -> bytes:
     dtype = _make_record_dtype(dtypes)
     reduced = [i for i, value_dtype in enumerate(dtypes) if value_dtype is not None]
     if len(outputs_by_call) > 1:
-        empty = 0, *(0 for _ in reduced)
+        no_rows_record = 0, *(0 for _ in reduced)
         records = [
-            (outputs.n_rows, *[outputs.values[i] for i in reduced]) if outputs.n_rows else empty
+            (outputs.n_rows, *[outputs.values[i] for i in reduced]) if outputs.n_rows else no_rows_record
             for outputs in outputs_by_call
         ]
         return np.array(records, dtype).tobytes()

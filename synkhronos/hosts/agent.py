@@ -73,9 +73,9 @@ _POLL_SECONDS = 1e-3
 #: an event.
 _SHORT_SLEEP_SECONDS = 0.05
 #: Seconds of a short sleep.
-_MIN_SLEEP = 50e-6
+_MIN_SLEEP_SECONDS = 50e-6
 #: Seconds of the longest sleep.
-_MAX_SLEEP = 10e-3
+_MAX_SLEEP_SECONDS = 10e-3
 #: Seconds after which workers that have not exited are killed.
 WORKER_EXIT_SECONDS = 2.0
 #: Seconds after the master's death for which its host's agent waits for the other hosts to exit.
@@ -168,9 +168,9 @@ class Agent:
             if idle_seconds < _POLL_SECONDS and has_cores and not self._frame_transport.has_transfers:
                 os.sched_yield()
             elif idle_seconds < _SHORT_SLEEP_SECONDS or self._program_agent.has_unfinished_work:
-                time.sleep(_MIN_SLEEP)
+                time.sleep(_MIN_SLEEP_SECONDS)
             else:
-                time.sleep(min(idle_seconds / 100, _MAX_SLEEP))
+                time.sleep(min(idle_seconds / 100, _MAX_SLEEP_SECONDS))
 
     def _has_ended(self) -> bool:
         return (
@@ -261,7 +261,7 @@ class Agent:
             self._run_periodic_work(time.monotonic())
             if self._messenger.count_unsent() <= max_unsent:
                 return
-            time.sleep(_MIN_SLEEP)
+            time.sleep(_MIN_SLEEP_SECONDS)
 
     def _send_barrier(self, barrier_number: int) -> None:
         """Send the number of the barrier that this host's ranks have reached, and the values that they publish at it.

@@ -162,8 +162,8 @@ class MpiLink(Link):
             if needs_gpus and not 1 <= n <= n_gpus:
                 needed = f", and {n} ranks there need one each" if n else ""
                 raise MissingGpuError(
-                    f"hosts: {name} has {n_gpus} GPUs{needed}: pass use_gpu=False, or in a session file devices = 'cpu', "
-                    "to compute on CPU cores",
+                    f"hosts: {name} has {n_gpus} GPUs{needed}: pass use_gpu=False, or in a session file "
+                    "devices = 'cpu', to compute on CPU cores",
                     name,
                     n_gpus,
                 )
@@ -472,7 +472,7 @@ def _list_forkable_modules() -> list[str]:
     ]
 
 
-def _check_rows_are_local(access: RowAccess, local_rows: range, segments: SegmentTable, description: str) -> None:
+def _check_rows_are_local(access: RowAccess, local_rows: range, segments: SegmentTable, host_description: str) -> None:
     """Raise IndexError if a host needs rows that only another host has loaded."""
     rows = range(access.array.shape[0]) if access.rows is None else access.rows
     index = np.array([*rows[:1], *rows[-1:]]) if isinstance(rows, range) else rows.view(segments)
@@ -481,7 +481,7 @@ def _check_rows_are_local(access: RowAccess, local_rows: range, segments: Segmen
     low, high = int(index.min()) - access.first_row, int(index.max()) - access.first_row
     if low < local_rows.start or high >= local_rows.stop:
         raise IndexError(
-            f"{description} needs rows from {low:,} to {high:,} of data that data_parts has loaded, and has "
+            f"{host_description} needs rows from {low:,} to {high:,} of data that data_parts has loaded, and has "
             f"those from {local_rows.start:,} to {local_rows.stop - 1:,}: rows that a host has loaded are not sent to "
             "others; PartsData.batches() yields batches of rows that each rank's host has"
         )

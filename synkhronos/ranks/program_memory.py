@@ -31,7 +31,7 @@ class ProgramWords(NamedTuple, Generic[T]):
 
     Attributes
     ----------
-    conditions, indexes, counts : memoryview of uint64
+    conditions, channels_or_locks, counts : memoryview of uint64
         For each rank: the condition of its wait, the number of the channel or lock, and the count that ends the wait.
     n_changes : memoryview of uint64
         Number of times that each rank has begun or ended a wait.
@@ -45,7 +45,7 @@ class ProgramWords(NamedTuple, Generic[T]):
     """
 
     conditions: T
-    indexes: T
+    channels_or_locks: T
     counts: T
     n_changes: T
     owners: T

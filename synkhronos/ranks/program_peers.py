@@ -106,30 +106,28 @@ class ProgramPeers:
 
     # -- all ranks together ----------------------------------------------------------------------------------
 
-    def barrier(self, description: str) -> None:
+    def barrier(self, place: str) -> None:
         """Wait until all ranks have arrived at this barrier.
 
-        RuntimeError is raised if another rank is at a barrier with another description.
+        RuntimeError is raised if another rank is at a barrier at another ``place`` of the program.
         """
-        self.all_gather_cached(None, description)
+        self.all_gather_cached(None, place)
 
-    def all_gather_cached(self, value: Hashable, description: str) -> list[Any]:
+    def all_gather_cached(self, value: Hashable, place: str) -> list[Any]:
         """All-gather a small immutable value that is often the same; a barrier as in `barrier`."""
-        with _PublishedWait(self, WaitCondition.BARRIER_REACHED, self.rank.barriers.next_number, f"at {description}"):
-            by_rank = self.rank.all_gather_cached((description, value))
+        with _PublishedWait(self, WaitCondition.BARRIER_REACHED, self.rank.barriers.next_number, f"at {place}"):
+            by_rank = self.rank.all_gather_cached((place, value))
         self.report_progress()
-        if any(other != description for other, _ in by_rank):
-            positions = ", ".join(f"rank {r} is at {other}" for r, (other, _) in enumerate(by_rank))
-            self.rank.raise_common_error(
-                RuntimeError(f"the ranks wait for each other in different places: {positions}")
-            )
+        if any(other != place for other, _ in by_rank):
+            places = ", ".join(f"rank {r} is at {other}" for r, (other, _) in enumerate(by_rank))
+            self.rank.raise_common_error(RuntimeError(f"the ranks wait for each other in different places: {places}"))
         return [rank_value for _, rank_value in by_rank]
 
-    def all_gather(self, value: object, description: str) -> list[Any]:
+    def all_gather(self, value: object, place: str) -> list[Any]:
         """All-gather a picklable value: return every rank's value, in rank order."""
         payload = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-        self.barrier(description)
-        with _PublishedWait(self, WaitCondition.BARRIER_REACHED, self.rank.barriers.next_number, f"at {description}"):
+        self.barrier(place)
+        with _PublishedWait(self, WaitCondition.BARRIER_REACHED, self.rank.barriers.next_number, f"at {place}"):
             return [pickle.loads(pickled) for pickled in self.rank.all_gather_bytes(payload)]
 
     # -- two ranks -------------------------------------------------------------------------------------------
@@ -139,13 +137,13 @@ class ProgramPeers:
         """Maximal number of bytes of a chunk: two fit into a channel, so one can be written while the other is read."""
         return self.layout.channel_nbytes // 2 - WORD_NBYTES
 
-    def send(self, dest: int, chunk: Any, description: str) -> None:
-        """Send at most `max_chunk_nbytes` bytes to a rank, described in errors; wait while its channel is full."""
+    def send(self, dest: int, chunk: Any, content_name: str) -> None:
+        """Send at most `max_chunk_nbytes` bytes to a rank, called ``content_name`` in errors; wait for space."""
         me, sent = self.rank.number, self._words.sent
         channel = me * self.layout.n_ranks + dest
         end = sent[channel] + WORD_NBYTES + len(chunk)
         n_to_receive = end - self.layout.channel_nbytes
-        wait_description = f"until rank {dest} receives {description}"
+        wait_description = f"until rank {dest} receives {content_name}"
         self._wait_for_count(WaitCondition.RECEIVED, channel, n_to_receive, wait_description)
         ring = self.layout.view_channel(self._segment, me, dest)
         write_ring(ring, sent[channel], len(chunk).to_bytes(WORD_NBYTES, "little"))
@@ -153,17 +151,17 @@ class ProgramPeers:
         sent[channel] = end
         self._wake(dest)
 
-    def wait_until_received(self, dest: int, description: str) -> None:
+    def wait_until_received(self, dest: int, content_name: str) -> None:
         """Wait until a rank has received everything that this rank has sent to it."""
         channel = self.rank.number * self.layout.n_ranks + dest
-        wait_description = f"until rank {dest} receives {description}"
+        wait_description = f"until rank {dest} receives {content_name}"
         self._wait_for_count(WaitCondition.RECEIVED, channel, self._words.sent[channel], wait_description)
 
-    def receive(self, source: int, description: str, out: memoryview | None = None) -> memoryview:
+    def receive(self, source: int, content_name: str, out: memoryview | None = None) -> memoryview:
         """Receive a chunk from a rank and return it; ``out`` is memory of its length to receive it in."""
         me, received = self.rank.number, self._words.received
         channel = source * self.layout.n_ranks + me
-        self._wait_for_count(WaitCondition.SENT, channel, received[channel] + 1, f"for {description} of rank {source}")
+        self._wait_for_count(WaitCondition.SENT, channel, received[channel] + 1, f"for {content_name} of rank {source}")
         ring, position = self.layout.view_channel(self._segment, source, me), received[channel]
         length = bytearray(WORD_NBYTES)
         read_ring(ring, position, memoryview(length))
@@ -269,39 +267,42 @@ class ProgramPeers:
         time.
         """
         before = self._read_waits()
-        if any(self._is_condition_met(condition, index, count) for condition, index, count, _ in before):
+        if any(self._is_condition_met(*wait) for *wait, _ in before):
             return False
         return self._read_waits() == before
 
     def _read_waits(self) -> list[tuple[int, int, int, int]]:
-        """Return the condition, index, count and number of changes of every rank's published wait.
+        """Return the condition, channel or lock, count and number of changes of every rank's published wait.
 
         The numbers of changes are read last: if two readings are equal, the waits held at the time in between.
         """
         words = self._words
-        arrays = words.conditions, words.indexes, words.counts, words.n_changes
+        arrays = words.conditions, words.channels_or_locks, words.counts, words.n_changes
         return list(zip(*[array.tolist() for array in arrays], strict=True))
 
-    def _is_condition_met(self, condition: int, index: int, count: int) -> bool:
+    def _is_condition_met(self, condition: int, channel_or_lock: int, count: int) -> bool:
         """Whether the condition of a published wait holds."""
         if condition == WaitCondition.BARRIER_REACHED:
             return min(self.rank.control.arrived) >= count
         if condition == WaitCondition.SENT:
-            return self._words.sent[index] >= count
+            return self._words.sent[channel_or_lock] >= count
         if condition == WaitCondition.RECEIVED:
-            return self._words.received[index] >= count
-        return condition != WaitCondition.LOCK_FREE or not self._words.owners[index]
+            return self._words.received[channel_or_lock] >= count
+        return condition != WaitCondition.LOCK_FREE or not self._words.owners[channel_or_lock]
 
 
 class _PublishedWait:
     """Context manager that publishes the condition for which this rank waits, and adds up the seconds of its waits.
 
-    ``count`` is the number of the barrier, or the count of a channel, that ends the wait.  ``index`` is the number of
-    the channel or lock.  ``description`` is shown in the error message of a deadlock.
+    ``count`` is the number of the barrier, or the count of a channel, that ends the wait.  ``channel_or_lock`` is the
+    number of either.  ``description`` is shown in the error message of a deadlock.
     """
 
-    def __init__(self, peers: ProgramPeers, condition: WaitCondition, count: int, description: str, index: int = 0):
-        self._peers, self._condition, self._index, self._count = peers, condition, index, count
+    def __init__(
+        self, peers: ProgramPeers, condition: WaitCondition, count: int, description: str, channel_or_lock: int = 0
+    ):
+        self._peers, self._condition, self._count = peers, condition, count
+        self._channel_or_lock = channel_or_lock
         self._description = description.encode()[:DESCRIPTION_NBYTES]
         self._start_time = 0.0
 
@@ -309,7 +310,7 @@ class _PublishedWait:
         self._start_time = perf_counter()
         words, me = self._peers._words, self._peers.rank.number
         write_with_length(self._peers._wait_descriptions[me], self._description)
-        words.indexes[me] = self._index
+        words.channels_or_locks[me] = self._channel_or_lock
         words.counts[me] = self._count
         words.n_changes[me] += 1
         words.conditions[me] = self._condition

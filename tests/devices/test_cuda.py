@@ -297,7 +297,7 @@ def test_abort_frees_a_launch_on_a_full_stream(connected, has_died):
 
 
 def test_event_queries_are_serialized(connected, monkeypatch):
-    monkeypatch.setattr("synkhronos.devices.cuda.watchdog.STUCK_TIMEOUT", 0.05)
+    monkeypatch.setattr("synkhronos.devices.cuda.watchdog.STUCK_TIMEOUT_SECONDS", 0.05)
     communicator, gpu = connected()
     start_all_reduce(communicator, gpu)
     gpu.has_room.clear()
@@ -505,7 +505,7 @@ def test_abort_of_started_collectives_is_collective(connected, error, have_all_c
 
 
 def test_failed_command_ends_all_waits(connected, monkeypatch):
-    monkeypatch.setattr("synkhronos.devices.cuda.watchdog.CONNECT_TIMEOUT", 1.0)
+    monkeypatch.setattr("synkhronos.devices.cuda.watchdog.CONNECT_TIMEOUT_SECONDS", 1.0)
     communicator, gpu = connected()
     start_all_reduce(communicator, gpu, command=5)
     communicator.wait_until_started()

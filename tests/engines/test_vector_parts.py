@@ -20,11 +20,11 @@ pytestmark = pytest.mark.skipif(not XLA, reason="about XLA programs")
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(1, 10))
 def test_parts_are_written_in_order(sizes, min_size):
     values = np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1])
-    before, vector_parts.MIN_PART_SIZE = vector_parts.MIN_PART_SIZE, min_size
+    before, vector_parts.MIN_PART_ITEMS = vector_parts.MIN_PART_ITEMS, min_size
     try:
         vector = vector_parts.write_parts(np.zeros(sum(sizes), int), values)
     finally:
-        vector_parts.MIN_PART_SIZE = before
+        vector_parts.MIN_PART_ITEMS = before
     assert np.asarray(vector).tolist() == list(range(sum(sizes)))
 
 
@@ -39,7 +39,7 @@ def test_parts_are_written_in_order(sizes, min_size):
 )
 def test_update_is_written_in_parts(fork, monkeypatch, min_nbytes, build_value, expected):
     monkeypatch.setattr(vector_parts, "MIN_NBYTES_IN_PLACE", min_nbytes)
-    monkeypatch.setattr(vector_parts, "MIN_PART_SIZE", 4)
+    monkeypatch.setattr(vector_parts, "MIN_PART_ITEMS", 4)
     fork(1)
     x, g = T.dmatrix("x"), shared(np.arange(12.0), "g")
     values = np.arange(6.0).reshape(2, 3)

@@ -39,9 +39,9 @@ NCCL_SUM = 0
 #: Seconds between two checks of the peers.
 PEER_POLL_SECONDS = 0.02
 #: Seconds after which an attempt to connect fails; it usually takes one or two seconds.
-CONNECT_TIMEOUT = 40
+CONNECT_TIMEOUT_SECONDS = 40
 #: Seconds after which a call of CUDA or NCCL that should return at once is assumed to wait for a missing peer.
-STUCK_TIMEOUT = 0.5
+STUCK_TIMEOUT_SECONDS = 0.5
 
 
 class NcclConnection:
@@ -115,13 +115,13 @@ class NcclConnection:
         """
         errors: list[BaseException] = []
         thread = threading.Thread(target=self._init_nccl, args=(self._attempt, unique_id, errors), daemon=True)
-        deadline = perf_counter() + CONNECT_TIMEOUT
+        deadline = perf_counter() + CONNECT_TIMEOUT_SECONDS
         thread.start()
         while thread.is_alive():
             thread.join(PEER_POLL_SECONDS)
             self._rank.barriers.check_cancelled()
             if perf_counter() > deadline:
-                return f"it took longer than {CONNECT_TIMEOUT} seconds"
+                return f"it took longer than {CONNECT_TIMEOUT_SECONDS} seconds"
         return f"{type(errors[0]).__name__}: {errors[0]}" if errors else None
 
     def _init_nccl(self, attempt: int, unique_id: bytes, errors: list[BaseException]) -> None:
@@ -179,7 +179,7 @@ class NcclConnection:
                 self.launch_state.comm = 0
             if comm is not None:
                 self._staging.set_current_gpu()
-                is_locked = self.nccl_lock.acquire(timeout=STUCK_TIMEOUT)
+                is_locked = self.nccl_lock.acquire(timeout=STUCK_TIMEOUT_SECONDS)
                 try:
                     self._abort(comm)
                 finally:
@@ -194,7 +194,7 @@ class NcclConnection:
         # NCCL ends the GPU's operations at once, but its call returns only when no CUDA graph contains them any more.
         thread = threading.Thread(target=comm.abort, daemon=True)
         thread.start()
-        thread.join(STUCK_TIMEOUT)
+        thread.join(STUCK_TIMEOUT_SECONDS)
 
     def check_connected(self) -> None:
         """Raise RuntimeError if the connection was aborted after the ranks compared their generations."""

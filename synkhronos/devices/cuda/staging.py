@@ -37,11 +37,11 @@ _log = logging.getLogger("synkhronos")
 #: smaller batch of an epoch.
 _MAX_SHAPES = 4
 #: Number of blocks of the gather kernel: few, so that other kernels run at the same time.
-_BLOCKS = 32
+_N_BLOCKS = 32
 #: Number of threads of a block of the gather kernel.
-_THREADS = 512
+_THREADS_PER_BLOCK = 512
 #: Number of concurrent loads of a thread of the gather kernel: enough to fill the bus.
-_LOADS = 4
+_LOADS_PER_THREAD = 4
 #: Maximal number of bytes of arrays that are fetched through page-locked memory.
 MAX_FETCH_NBYTES = 1 << 20
 #: CUDA_SUCCESS, as an integer.
@@ -143,7 +143,8 @@ class Staging:
     """Copies rows of shared memory to the GPU, and small arrays back.
 
     The priority of ``copy_stream`` is higher than that of computations, so that the next step's rows are copied during
-    a step.  ``array_device`` is the `CudaDevice` of the arrays.  ``event`` is reused by `order_after`.  ``host_flags`` are in page-locked memory, which the GPU can read.
+    a step.  ``array_device`` is the `CudaDevice` of the arrays.  ``event`` is reused by `order_after`.  ``host_flags``
+    are in page-locked memory, which the GPU can read.
     """
 
     def __init__(self, array_device: Any):
@@ -163,9 +164,9 @@ class Staging:
         self._kernels: dict[int, Any] = {}
         self._launch_configs: dict[int, Any] = {}
         #: Locked segments: address of the mapping, and of its first locked page.
-        self._pinned: dict[Segment, tuple[int, int]] = {}
+        self._pinned_segments: dict[Segment, tuple[int, int]] = {}
         #: Buffers filled since the last launch.
-        self._filled: list[_InputBuffer] = []
+        self._filled_buffers: list[_InputBuffer] = []
         self._has_pending_copies = False
         self._rank: Rank | None = None
         #: Last command in which a function was launched.
@@ -203,7 +204,7 @@ class Staging:
         shape = location.shape if rows is None else (len(rows), *location.shape[1:])
         buffer = self._get_double_buffer(buffers, shape, location.dtype).acquire()
         self._copy_rows(rank, location, rows, buffer.pointer)
-        self._filled.append(buffer)
+        self._filled_buffers.append(buffer)
         return buffer.array
 
     def stage_indexes(self, rank: Rank, values: np.ndarray, buffers: Buffers) -> Array:
@@ -215,7 +216,7 @@ class Staging:
         if values.size:
             source = self._vector_memory.store(values)
             check_result(self.driver.cuMemcpyAsync(buffer.pointer, source, values.nbytes, self.copy_stream_handle))
-        self._filled.append(buffer)
+        self._filled_buffers.append(buffer)
         return buffer.array
 
     def read_segment(self, rank: Rank, location: ArrayLocation, rows: Selection | None) -> Array:
@@ -253,9 +254,9 @@ class Staging:
         if sum(array.nbytes for array in arrays) > MAX_FETCH_NBYTES:
             return None
         self.set_current_gpu()
-        if self._fetch_memory.used:  # an interrupt has ended the last call before its copies were complete
+        if self._fetch_memory.used_nbytes:  # an interrupt has ended the last call before its copies were complete
             check_result(self.driver.cuStreamSynchronize(self.array_device.stream))
-            self._fetch_memory.used = 0
+            self._fetch_memory.used_nbytes = 0
         targets = [self._fetch_memory.allocate(array.nbytes) for array in arrays]
         for array, target in zip(arrays, targets, strict=True):
             if array.nbytes:
@@ -264,7 +265,7 @@ class Staging:
                     self.driver.cuMemcpyAsync(target.ctypes.data, source, array.nbytes, self.array_device.stream)
                 )
         check_result(self.driver.cuStreamSynchronize(self.array_device.stream))
-        self._fetch_memory.used = 0
+        self._fetch_memory.used_nbytes = 0
         return [
             target.view(array.dtype).reshape(array.shape).copy() for array, target in zip(arrays, targets, strict=True)
         ]
@@ -290,11 +291,11 @@ class Staging:
         Copies have to complete before the end of the command, when the user may write into the memory that they read.
         From the second launch of a command on, this method waits for them.
         """
-        if self._filled and self._compute_stream is not None:
+        if self._filled_buffers and self._compute_stream is not None:
             event = self._compute_stream.record()
-            for buffer in self._filled:
+            for buffer in self._filled_buffers:
                 buffer.last_read = event
-        self._filled.clear()
+        self._filled_buffers.clear()
         if self._rank is None or self._last_command_number == self._rank.command_number:
             self._wait_for_copies()
         else:
@@ -310,7 +311,7 @@ class Staging:
         if self._has_pending_copies:
             self.copy_stream.sync()
             self._has_pending_copies = False
-            self._vector_memory.used = 0
+            self._vector_memory.used_nbytes = 0
             self._pinned_rows = None, 0
 
     # -- buffers ---------------------------------------------------------------------------------------------
@@ -344,20 +345,22 @@ class Staging:
         """Start a copy of rows to an address on the GPU."""
         self.set_current_gpu()
         n_rows = 1 if not location.shape else location.shape[0] if rows is None else len(rows)
-        row_bytes = math.prod(location.shape[1:]) * int(location.dtype[2:])
-        if not n_rows * row_bytes:
+        row_nbytes = math.prod(location.shape[1:]) * int(location.dtype[2:])
+        if not n_rows * row_nbytes:
             return
         source = self.pin_segment(rank, location.key) + location.offset
         self._mark_pending(rank)
         if rows is None or isinstance(rows, range) and (rows.step == 1 or len(rows) == 1):
-            start = 0 if rows is None else rows[0] * row_bytes
-            check_result(self.driver.cuMemcpyAsync(target, source + start, n_rows * row_bytes, self.copy_stream_handle))
+            start = 0 if rows is None else rows[0] * row_nbytes
+            check_result(
+                self.driver.cuMemcpyAsync(target, source + start, n_rows * row_nbytes, self.copy_stream_handle)
+            )
             return
         if rows is not self._pinned_rows[0]:
             indexes = rows if isinstance(rows, np.ndarray) else np.asarray(rows, np.int64)
             self._pinned_rows = rows, self._vector_memory.store(indexes)
-        itemsize = next(size for size in _ITEM_TYPES if not (row_bytes | source | target) % size)
-        width = row_bytes // itemsize
+        itemsize = next(size for size in _ITEM_TYPES if not (row_nbytes | source | target) % size)
+        width = row_nbytes // itemsize
         self._gather_rows(itemsize, source, self._pinned_rows[1], target, n_rows * width, width)
 
     def _gather_rows(self, itemsize: int, source: int, row_numbers: int, target: int, count: int, width: int) -> None:
@@ -365,12 +368,12 @@ class Staging:
         kernel = self._kernels.get(itemsize)
         if kernel is None:
             kernel = self._kernels[itemsize] = self._compile_gather(_ITEM_TYPES[itemsize])
-        blocks = min(_BLOCKS, -(-count // _THREADS))
+        blocks = min(_N_BLOCKS, -(-count // _THREADS_PER_BLOCK))
         config = self._launch_configs.get(blocks)
         if config is None:
             from cuda.core import LaunchConfig
 
-            config = self._launch_configs[blocks] = LaunchConfig(grid=blocks, block=_THREADS)
+            config = self._launch_configs[blocks] = LaunchConfig(grid=blocks, block=_THREADS_PER_BLOCK)
         self._launch(self.copy_stream, config, kernel, source, row_numbers, target, np.uint64(count), np.uint32(width))
 
     def _compile_gather(self, item_type: str) -> Any:
@@ -378,7 +381,7 @@ class Staging:
 
         capability = self._device.compute_capability
         options = ProgramOptions(std="c++17", arch=f"sm_{capability.major}{capability.minor}")
-        name = f"gather<{item_type}, {_LOADS}>"
+        name = f"gather<{item_type}, {_LOADS_PER_THREAD}>"
         return Program(_GATHER, "c++", options).compile("cubin", name_expressions=(name,)).get_kernel(name)
 
     # -- page-locked memory ----------------------------------------------------------------------------------
@@ -386,7 +389,7 @@ class Staging:
     def pin_segment(self, rank: Rank, segment_key: int) -> int:
         """Lock the pages of a segment unless they are locked; return its address, which is also valid on the GPU."""
         segment = rank.segments[segment_key]
-        address, _ = self._pinned.get(segment, (None, 0))
+        address, _ = self._pinned_segments.get(segment, (None, 0))
         if address is None:
             if self._unpin_segment not in rank.segments.before_unmap_callbacks:
                 rank.segments.before_unmap_callbacks.append(self._unpin_segment)
@@ -394,7 +397,7 @@ class Staging:
             first_page = segment.allocated_bytes.start // mmap.PAGESIZE * mmap.PAGESIZE
             end = segment.allocated_bytes.stop
             try:
-                self._pinned[segment] = address, address + first_page
+                self._pinned_segments[segment] = address, address + first_page
                 self.pin_pages(address + first_page, end - first_page)
             except BaseException:
                 self._unpin_segment(segment)
@@ -403,9 +406,9 @@ class Staging:
 
     def _unpin_segment(self, segment: Segment) -> None:
         """Unlock a segment that is about to be unmapped."""
-        if segment in self._pinned:
-            self.unpin_pages(self._pinned[segment][1])
-            del self._pinned[segment]
+        if segment in self._pinned_segments:
+            self.unpin_pages(self._pinned_segments[segment][1])
+            del self._pinned_segments[segment]
 
     def pin_pages(self, address: int, nbytes: int) -> None:
         """Lock the pages of a range of host memory, and map them on the GPU."""
@@ -431,7 +434,7 @@ class Staging:
 class _PinnedMemory:
     """Page-locked memory for small arrays that are being copied.
 
-    ``used`` is the number of bytes in use.  The user of this object sets it to 0 when all copies are complete.
+    ``used_nbytes`` is the number of bytes in use.  The user of this object sets it to 0 when all copies are complete.
     """
 
     def __init__(self, staging: Staging):
@@ -440,7 +443,7 @@ class _PinnedMemory:
         self._address = 0
         #: Earlier memory that was too small; in use until all copies are complete.
         self._outgrown: list[np.ndarray] = []
-        self.used = 0
+        self.used_nbytes = 0
 
     def store(self, values: np.ndarray) -> int:
         """Copy a vector into the memory, and return its address."""
@@ -455,23 +458,23 @@ class _PinnedMemory:
 
     def _reserve(self, nbytes: int) -> int:
         """Return the offset of an unused block of ``nbytes`` bytes."""
-        if self.used == 0:
+        if self.used_nbytes == 0:
             while self._outgrown:
                 if self._outgrown[-1].size and self._outgrown[-1] is not self._memory:
                     self._staging.unpin_pages(self._outgrown[-1].ctypes.data)
                 del self._outgrown[-1]
-        if self.used + nbytes > self._memory.size:
-            size = -(-max(1 << 20, 2 * (self.used + nbytes)) // mmap.PAGESIZE) * mmap.PAGESIZE
+        if self.used_nbytes + nbytes > self._memory.size:
+            size = -(-max(1 << 20, 2 * (self.used_nbytes + nbytes)) // mmap.PAGESIZE) * mmap.PAGESIZE
             memory = np.frombuffer(mmap.mmap(-1, size), np.uint8)
             try:
                 self._staging.pin_pages(memory.ctypes.data, size)
                 # Arrays in the old memory stay there until they are copied.
                 self._outgrown.append(self._memory)
-                self._memory, self._address, self.used = memory, memory.ctypes.data, 0
+                self._memory, self._address, self.used_nbytes = memory, memory.ctypes.data, 0
             except BaseException:
                 if self._memory is not memory:
                     self._staging.unpin_pages(memory.ctypes.data)
                 raise
-        start = self.used
-        self.used += -(-nbytes // 64) * 64
+        start = self.used_nbytes
+        self.used_nbytes += -(-nbytes // 64) * 64
         return start

@@ -14,7 +14,7 @@ them::
        a rank fails before   │                                         │  a peer exits
        all have started      v                                         v  (master's thread only)
        (cancel)          aborted: `NcclConnection.abort`; the GPU continues with undefined results
-                         (also `CONNECT_TIMEOUT` after a failure, for any reason)
+                         (also `CONNECT_TIMEOUT_SECONDS` after a failure, for any reason)
 
 The ranks agree on whether all have started (`synkhronos.ranks.agreement`), so either all abort a collective or none
 does.  There are three checks: in `wait_until_started`, at the end of a failed command (`cancel`), and in a thread,
@@ -34,7 +34,12 @@ import time
 from collections.abc import Callable
 from time import perf_counter
 
-from synkhronos.devices.cuda.nccl_connection import CONNECT_TIMEOUT, PEER_POLL_SECONDS, STUCK_TIMEOUT, NcclConnection
+from synkhronos.devices.cuda.nccl_connection import (
+    CONNECT_TIMEOUT_SECONDS,
+    PEER_POLL_SECONDS,
+    STUCK_TIMEOUT_SECONDS,
+    NcclConnection,
+)
 from synkhronos.devices.cuda.staging import Staging
 from synkhronos.ranks import Cancelled, PendingOperation, Rank
 from synkhronos.ranks.interrupts import defer_signals
@@ -201,11 +206,11 @@ class CollectiveWatchdog(PendingOperation):
             # No wait is unbounded, even if a peer neither starts its collective nor exits.
             if failed_command != command_number:
                 failed_command, failed_since = command_number, perf_counter()
-            elif perf_counter() > failed_since + CONNECT_TIMEOUT:
+            elif perf_counter() > failed_since + CONNECT_TIMEOUT_SECONDS:
                 self.abort()
 
     def _query_idle(self) -> bool:
-        """Whether the stream is idle; False if CUDA does not answer within `STUCK_TIMEOUT`.
+        """Whether the stream is idle; False if CUDA does not answer within `STUCK_TIMEOUT_SECONDS`.
 
         A stream has a capacity of about a thousand operations.  Enqueueing one on a full stream blocks within CUDA, and
         blocks every other call of CUDA; for ever if the GPU waits for a missing peer.  So the query has its own thread.
@@ -220,5 +225,5 @@ class CollectiveWatchdog(PendingOperation):
             return False
         self._query_thread = threading.Thread(target=query, daemon=True)
         self._query_thread.start()
-        self._query_thread.join(STUCK_TIMEOUT)
+        self._query_thread.join(STUCK_TIMEOUT_SECONDS)
         return bool(answers and answers[0])

@@ -23,7 +23,7 @@ class ComputeStream(NamedTuple):
 
 _STREAM_TARGET = "synkhronos_compute_stream"
 #: Thread that launches the program that calls `_stream_callback`.
-_probing_thread: list[threading.Thread] = []
+_probing_threads: list[threading.Thread] = []
 #: Streams that `_stream_callback` has found.
 _found_streams: list[ComputeStream] = []
 
@@ -36,7 +36,7 @@ def _stream_callback(address: int) -> None:
         if not handle_non_execution(frame):
             handle = get_stream(frame)
             if handle is not None:
-                _found_streams.append(ComputeStream(handle, threading.current_thread() is _probing_thread[0]))
+                _found_streams.append(ComputeStream(handle, threading.current_thread() is _probing_threads[0]))
     except BaseException as error:  # as in `ffi_collectives.FfiCollectives.dispatch`
         _log.info("XLA's stream can't be found: %r", error)
 
@@ -48,7 +48,7 @@ def find_compute_stream() -> ComputeStream | None:
     try:
         register_target(_STREAM_TARGET, _stream_callback, "CUDA")
         _found_streams.clear()
-        _probing_thread[:] = [threading.current_thread()]
+        _probing_threads[:] = [threading.current_thread()]
         result = jax.ShapeDtypeStruct((), np.int8)
         probe: Any = jax.jit(lambda x: jax.ffi.ffi_call(_STREAM_TARGET, result, has_side_effect=True)(x))
         with defer_signals():

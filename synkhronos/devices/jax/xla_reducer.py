@@ -41,7 +41,7 @@ class InterruptDetector:
     """
 
     def __init__(self) -> None:
-        self._read = -1
+        self._read_fd = -1
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
@@ -49,8 +49,8 @@ class InterruptDetector:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        self._read, write = os.pipe()
-        os.set_blocking(self._read, False)
+        self._read_fd, write = os.pipe()
+        os.set_blocking(self._read_fd, False)
         os.set_blocking(write, False)
         old_fd = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         try:
@@ -58,15 +58,15 @@ class InterruptDetector:
         finally:
             signal.set_wakeup_fd(old_fd)
             os.close(write)
-            os.close(self._read)
-            self._read = -1
+            os.close(self._read_fd)
+            self._read_fd = -1
 
     def raise_if_interrupted(self) -> None:
         """Raise KeyboardInterrupt if SIGINT has arrived."""
-        if self._read < 0:
+        if self._read_fd < 0:
             return
         try:
-            arrived = os.read(self._read, 64)
+            arrived = os.read(self._read_fd, 64)
         except BlockingIOError:
             return
         if signal.SIGINT in arrived:
@@ -83,7 +83,7 @@ class XlaReducer(CollectiveHandler):
         self._rank, self._interrupt_detector = rank, detector
         self.n_sums = 0
         control, local_ranks = rank.control, slice(rank.local_ranks.start, rank.local_ranks.stop)
-        self._begun, self._ended = control.sums_begun[local_ranks], control.sums_ended[local_ranks]
+        self._sums_begun, self._sums_ended = control.sums_begun[local_ranks], control.sums_ended[local_ranks]
         control.sums_begun[rank.number] = control.sums_ended[rank.number] = 0
         rank.barrier()
 
@@ -97,12 +97,12 @@ class XlaReducer(CollectiveHandler):
         """Wait until the programs of all ranks have ended; raise RuntimeError if one waits for a further sum."""
 
         def raise_if_diverged() -> None:
-            if max(self._begun) > self.n_sums:
+            if max(self._sums_begun) > self.n_sums:
                 raise RuntimeError(DIVERGED_MESSAGE)
 
         self._rank.control.sums_ended[self._rank.number] = self.n_sums + 1
         self._rank.control.wake_local_ranks(AWAITS_BARRIER)
-        self._rank.barriers.wait(lambda: all(self._ended), raise_if_diverged)
+        self._rank.barriers.wait(lambda: all(self._sums_ended), raise_if_diverged)
 
 
 class SharedMemoryReducer(XlaReducer):

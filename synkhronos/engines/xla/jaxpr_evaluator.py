@@ -21,7 +21,7 @@ class JaxprEvaluator:
 
     Parameters
     ----------
-    n_forward : int
+    n_forward_results : int
         Number of results at the start, such as the loss, that belong to the forward pass.  Values that they need are
         never delayed, as XLA may compute them again where they are used.
     position : int
@@ -39,7 +39,7 @@ class JaxprEvaluator:
         self,
         function: Callable[..., Sequence[Any]],
         arguments: Sequence[Any],
-        n_forward: int,
+        n_forward_results: int,
         position: int,
         delayed_arguments: Sequence[int] = (),
     ):
@@ -51,10 +51,12 @@ class JaxprEvaluator:
         self._values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         self._values.update(zip(jaxpr.invars, arguments, strict=True))
         #: Index of the equation that computes a variable.
-        self._source = {variable: i for i, equation in enumerate(jaxpr.eqns) for variable in equation.outvars}
-        self._computed: set[int] = set()
+        self._equation_by_variable = {
+            variable: i for i, equation in enumerate(jaxpr.eqns) for variable in equation.outvars
+        }
+        self._traced_equations: set[int] = set()
         self._delayed_arguments = [jaxpr.invars[i] for i in delayed_arguments]
-        self._forward = self._find_untraced_equations(jaxpr.outvars[:n_forward])
+        self._forward_equations = self._find_untraced_equations(jaxpr.outvars[:n_forward_results])
         self.parts = self._find_parts(jaxpr.outvars[position])
         self._results = [*jaxpr.outvars[:position], None, *jaxpr.outvars[position + 1 :]]
 
@@ -70,7 +72,7 @@ class JaxprEvaluator:
         jaxpr = self._jaxpr.replace(constvars=[], invars=inputs, outvars=outputs, eqns=equations)
         computed = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, ()))(*[self._values[v] for v in inputs])
         self._values.update(zip(outputs, computed, strict=True))
-        self._computed.update(untraced_equations)
+        self._traced_equations.update(untraced_equations)
         return [v.val if isinstance(v, core.Literal) else self._values[v] for v in variables]
 
     def delay_until(self, token: Array) -> Any:
@@ -81,8 +83,8 @@ class JaxprEvaluator:
         used = {id(v) for i in untraced_equations for v in self._jaxpr.eqns[i].invars}
         flows = [
             v
-            for v, i in self._source.items()
-            if i in self._computed and i not in self._forward and id(v) in used and v.aval.size > 1
+            for v, i in self._equation_by_variable.items()
+            if i in self._traced_equations and i not in self._forward_equations and id(v) in used and v.aval.size > 1
         ]
         flows += [v for v in self._delayed_arguments if id(v) in used]
         delayed, token = jax.lax.optimization_barrier(([self._values[v] for v in flows], token))
@@ -103,8 +105,8 @@ class JaxprEvaluator:
         remaining = list(variables)
         while remaining:
             variable = remaining.pop()
-            i = None if isinstance(variable, core.Literal) else self._source.get(variable)
-            if i is not None and i not in untraced_equations and i not in self._computed:
+            i = None if isinstance(variable, core.Literal) else self._equation_by_variable.get(variable)
+            if i is not None and i not in untraced_equations and i not in self._traced_equations:
                 untraced_equations.add(i)
                 remaining += self._jaxpr.eqns[i].invars
         return untraced_equations
@@ -113,7 +115,7 @@ class JaxprEvaluator:
         """Return the arrays whose concatenation along the last axis a variable is."""
         from jax.extend import core
 
-        i = None if isinstance(variable, core.Literal) else self._source.get(variable)
+        i = None if isinstance(variable, core.Literal) else self._equation_by_variable.get(variable)
         if i is None or self._jaxpr.eqns[i].primitive.name != "concatenate":
             return [variable]
         if self._jaxpr.eqns[i].params["dimension"] != variable.aval.ndim - 1:

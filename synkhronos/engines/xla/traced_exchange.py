@@ -199,7 +199,7 @@ class TracedShardedExchange(TracedExchange):
         assert spec.shards is not None
         self._shards, self._row_storage = spec.shards, get_storage(spec.shards.row)
         #: Blocks of this rank's reduced row; before the second function.
-        self._rows: list[Any] = []
+        self._row_blocks: list[Any] = []
         #: All ranks' updated rows, and the flag of the reduced row; after the second function.
         self._matrix: Any = None
         self._is_row_valid: Any = None
@@ -226,11 +226,11 @@ class TracedShardedExchange(TracedExchange):
         """Trace the function; return its results, with the matrix's old value, or all ranks' reduced rows."""
         import jax.numpy as jnp
 
-        evaluator, self._rows = self._reduce(function, operands)
+        evaluator, self._row_blocks = self._reduce(function, operands)
         matrix = operands[_find_operand_position(function, self._spec.storage)]
         if self._shards.gathers_gradient:
             (matrix,), self._is_valid = self._ffi_collectives.trace_finish(
-                [jnp.concatenate(self._rows)], shapes=[matrix.shape]
+                [jnp.concatenate(self._row_blocks)], shapes=[matrix.shape]
             )
         return evaluator.finish(matrix)
 
@@ -239,19 +239,19 @@ class TracedShardedExchange(TracedExchange):
         import jax.numpy as jnp
 
         start = _find_operand_position(function, self._row_storage)
-        stop, n_ranks = start + len(self._rows), self._spec.n_ranks
+        stop, n_ranks = start + len(self._row_blocks), self._spec.n_ranks
 
         def run(*arguments: Any) -> Sequence[Any]:
             return function.run(*arguments[:start], jnp.concatenate(arguments[start:stop]), *arguments[stop:])
 
         evaluator = JaxprEvaluator(
             run,
-            [*operands[:start], *self._rows, *operands[start + 1 :]],
+            [*operands[:start], *self._row_blocks, *operands[start + 1 :]],
             function.n_outputs,
             _find_position(function.result_storages, self._row_storage),
             delayed_arguments=range(start, stop),
         )
-        chunks = self._group_into_chunks(evaluator.parts, n_ranks * self._rows[0].dtype.itemsize)
+        chunks = self._group_into_chunks(evaluator.parts, n_ranks * self._row_blocks[0].dtype.itemsize)
         self._is_row_valid = self._is_valid
         token = self._is_row_valid >> 1  # 0, after the last collective: a chunk may not depend on what it has reduced
         blocks, self._is_valid = self._trace_chunks(

@@ -13,7 +13,7 @@ from synkhronos.variable_types import Array
 #: Minimal number of bytes of a vector whose parts are written into its memory one after another.
 MIN_NBYTES_IN_PLACE = 1 << 20
 #: Minimal number of elements of a part that is copied alone.
-MIN_PART_SIZE = 1 << 16
+MIN_PART_ITEMS = 1 << 16
 
 
 def trace_in_place(function: JaxFunction, operands: Sequence[Any]) -> Sequence[Any]:
@@ -51,7 +51,7 @@ def write_parts(vector: Array, parts: Sequence[Any]) -> Any:
     from jax import lax
 
     start = 0
-    for _, group in groupby(enumerate(parts), lambda item: item[0] if item[1].size >= MIN_PART_SIZE else -1):
+    for _, group in groupby(enumerate(parts), lambda item: item[0] if item[1].size >= MIN_PART_ITEMS else -1):
         values = [part for _, part in group]
         values = [jnp.concatenate(values)] if len(values) > 1 else values
         vector = lax.dynamic_update_slice(vector, *values, (start,))
