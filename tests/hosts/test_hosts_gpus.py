@@ -64,9 +64,9 @@ def test_failure_or_death_in_a_gpu_collective_on_hosts_is_reported():
 @needs_jax
 def test_fork_on_hosts_refuses_more_ranks_than_gpus():
     assert run(["a", "b"], "refused") == [
-        "hosts: b has 2 GPUs, and 3 ranks there need one each: pass use_gpu=False, or in a session "
+        "hosts: b has 2 GPUs, and 3 ranks there need one each: pass use_gpu=False, or in a session file "
         "devices = 'cpu', to compute on CPU cores",
-        "hosts: a has 2 GPUs, and 3 ranks there need one each: pass use_gpu=False, or in a session "
+        "hosts: a has 2 GPUs, and 3 ranks there need one each: pass use_gpu=False, or in a session file "
         "devices = 'cpu', to compute on CPU cores",
         "4",
         "jax",
