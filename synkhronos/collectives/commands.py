@@ -394,14 +394,9 @@ class AllReducePlan(NamedTuple):
         generation = get_rank_device(rank).get_communicator(rank).generation
         variables = [
             PlannedVariable(
-                key,
-                replica.library,
-                replica.layouts[rank.number],
-                replica.device,
-                replica.transport_device,
-                replica.communicator,
+                key, own.library, own.layouts[rank.number], own.device, own.transport_device, own.communicator
             )
-            for key, replica in zip(keys, replicas, strict=True)
+            for key, own in zip(keys, replicas, strict=True)
         ]
         layouts = tuple([(*variable.layout, variable.device.name) for variable in variables])
         return cls(variables, generation, rank.compute_digest((layouts, generation)))

@@ -216,7 +216,7 @@ class Data:
         lengths = _to_shape(shape)
         if len(lengths) != self._ndim:
             raise ValueError(f"shape: expected {self._ndim} lengths, got {lengths}")
-        self._lock_and_reshape(lengths, oversize, keep_rows=True)
+        self._reshape_under_lock(lengths, oversize, keep_rows=True)
 
     def condition_data(self, x: npt.ArrayLike, force_cast: bool = False) -> np.ndarray:
         """Convert a value to an array that `set_value` accepts without a cast; this object does not change.
@@ -252,7 +252,7 @@ class Data:
     # -- internal: the call lock is held; other packages use `data_access` ---------------------------------------
 
     def _get_array_location(self) -> ArrayLocation:
-        """Return the location by which ranks find the array: segment, dtype and shape."""
+        """Return the location by which ranks find the array; allocate a segment for an array without items."""
         self._check_open()
         if self._segment is None:  # even an array without items needs a segment that ranks can map
             private = self._array
@@ -270,7 +270,7 @@ class Data:
     def _set_value(self, x: npt.ArrayLike, force_cast: bool, oversize: float, argument: str) -> None:
         """Replace shape and content, as `set_value`; ``argument`` is the name of ``x`` in errors."""
         value = self._check_value(x, force_cast, argument)
-        self._lock_and_reshape(value.shape, oversize, keep_rows=False)
+        self._reshape_under_lock(value.shape, oversize, keep_rows=False)
         # Without the call lock, so that a thread can write the next batch while the ranks compute.
         self._array[...] = value
 
@@ -296,7 +296,7 @@ class Data:
         """Return the part of an error message that names this object."""
         return "" if self._name is None else f" for {self._name!r}"
 
-    def _lock_and_reshape(self, shape: tuple[int, ...], oversize: float, keep_rows: bool) -> None:
+    def _reshape_under_lock(self, shape: tuple[int, ...], oversize: float, keep_rows: bool) -> None:
         """Change the shape under the call lock, once no rank reads the memory."""
         self._check_open()
         if not 1 <= check_number(oversize, "oversize", "a number from 1 to 2") <= 2:

@@ -30,7 +30,7 @@ class ReadOnlyData(Data):
     def __setitem__(self, key: object, value: Any) -> None:
         self._raise_read_only()
 
-    def _lock_and_reshape(self, *arguments: Any, **options: Any) -> NoReturn:
+    def _reshape_under_lock(self, *arguments: Any, **options: Any) -> NoReturn:
         self._raise_read_only()
 
     def _raise_read_only(self) -> NoReturn:

@@ -178,7 +178,7 @@ class Agent:
             and self._ended_hosts.issuperset(self._messenger.other_hosts)
             and self._frame_transport.has_ended()
             and not self._program_agent.has_unfinished_work
-            and not self._messenger.count_unsent()
+            and not self._messenger.complete_sends()
         )
 
     # -- events of this host -----------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ class Agent:
             has_events = True
             must_kill = words[ControlMemory.END_REQUEST] == ControlMemory.KILL_WORKERS
             self._messenger.send_all(self._messenger.other_hosts, MessageType.END, must_kill)
-            self._end()
+            self._end_session()
         return has_events
 
     def _send_command(self) -> None:
@@ -259,7 +259,7 @@ class Agent:
         while True:
             self._messenger.post_receives(_MAX_UNPROCESSED)
             self._run_periodic_work(time.monotonic())
-            if self._messenger.count_unsent() <= max_unsent:
+            if self._messenger.complete_sends() <= max_unsent:
                 return
             time.sleep(_MIN_SLEEP_SECONDS)
 
@@ -415,9 +415,9 @@ class Agent:
 
     def _on_end(self, source: int, kill: bool) -> None:
         self._workers.shut_down(0.0 if kill else WORKER_EXIT_SECONDS, lambda: False)
-        self._end()
+        self._end_session()
 
-    def _end(self) -> None:
+    def _end_session(self) -> None:
         """Send the last messages of this session, and discard others from now on."""
         self._is_ending = True
         self._program_agent.start_command(_AFTER_LAST_COMMAND, None)

@@ -65,7 +65,7 @@ def main(address: str) -> None:
     fork_server: ForkServer | None = None
     settings: list[Any] = []
     while True:
-        config, fds = _receive_config(world, channel)
+        config, fds = _request_config(world, channel)
         if config is None:
             break
         if channel is None:
@@ -85,8 +85,8 @@ def main(address: str) -> None:
         MPI.Finalize()
 
 
-def _receive_config(world: Any, channel: socket.socket | None) -> tuple[dict[str, Any] | None, list[int]]:
-    """Send the hosts' infos to the master, and return its configuration of a session, and file descriptors.
+def _request_config(world: Any, channel: socket.socket | None) -> tuple[dict[str, Any] | None, list[int]]:
+    """Send the hosts' infos to the master; return its answer, the configuration of a session, and file descriptors.
 
     The file descriptors are the control memory and the channel over which segments arrive, on the master's host only.
     The configuration is None if the master has closed the connection.

@@ -65,14 +65,14 @@ class Messenger:
         """Post the receive of a `send_bytes`, and return its request.  Call it in the order of the announcements."""
         return self._comm.Irecv([buffer, self._mpi.BYTE], source, 1)
 
-    def count_unsent(self) -> int:
-        """Free the memory of messages that have been sent, and return the number of all others."""
+    def complete_sends(self) -> int:
+        """Complete the sends that MPI has finished, to free their memory; return the number of unfinished ones."""
         self._unsent = [message for message in self._unsent if not message[0].Test()]
         return len(self._unsent)
 
     def receive(self) -> Iterator[tuple[int, int, tuple[Any, ...]]]:
         """Yield source, type and content of each message that has arrived; messages of a host stay in order."""
-        self.count_unsent()  # frees memory
+        self.complete_sends()
         self.post_receives(MAX_UNSENT_MESSAGES)
         for source, messages in enumerate(self._incoming):
             while messages and messages[0][0].Test():

@@ -331,7 +331,7 @@ class MpiLink(Link):
                 keeps_agents = failure is None or failure.death is None or failure.death.pid > 0  # else a host is lost
             request = ControlMemory.KILL_WORKERS if kill else ControlMemory.END_WORKERS
             self._control.words[ControlMemory.END_REQUEST] = request
-            while (keeps_agents or not kill) and self._mpirun.poll() is None and not self._are_agents_idle():
+            while (keeps_agents or not kill) and self._mpirun.poll() is None and not self._receive_idle_host_infos():
                 if should_kill() or time.monotonic() > deadline:
                     break
                 time.sleep(0.002)
@@ -340,8 +340,8 @@ class MpiLink(Link):
         else:
             self.kill(max(_EXIT_SECONDS, 0.0 if kill else deadline - time.monotonic()))
 
-    def _are_agents_idle(self) -> bool:
-        """Whether the agents wait for the next session, for which they have sent the hosts' infos once more."""
+    def _receive_idle_host_infos(self) -> bool:
+        """Receive the hosts' infos, which idle agents send again; return True if they have arrived."""
         assert self._channel is not None
         with contextlib.suppress(OSError):
             if message := self._channel.recv(1 << 20, socket.MSG_DONTWAIT):

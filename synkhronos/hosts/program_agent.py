@@ -119,7 +119,7 @@ class ProgramAgent:
                 has_events = True
             for lock, queue in self._queues.items():
                 has_events |= bool(queue) and self._grant(self._bridge, lock, queue)
-        while self._transfers and self._messenger.count_unsent() <= MAX_UNSENT_MESSAGES:
+        while self._transfers and self._messenger.complete_sends() <= MAX_UNSENT_MESSAGES:
             transfer = self._transfers.popleft()
             has_ended = next(transfer, True)
             if not has_ended:

@@ -144,8 +144,8 @@ class CommandBarriers:
 
         self._control.wait(self._rank_number, is_decided, AWAITS_BARRIER, self.check_peers, POLL_SECONDS)
 
-    def wait_and_check_reached(self, number: int) -> bool:
-        """Wait until this failed command is decided; return whether all ranks had reached a barrier before the failure.
+    def wait_for_decision_on(self, number: int) -> bool:
+        """Wait until this failed command is decided; return True if all ranks had reached a barrier before the failure.
 
         The answer is the same on all ranks.
         """

@@ -224,7 +224,7 @@ class Rank:
                 if not isinstance(error, Cancelled):  # a handler has raised it, as a peer is late
                     interrupt = error
                     self.barriers.fail_command()
-                if not self.barriers.wait_and_check_reached(barrier_number):
+                if not self.barriers.wait_for_decision_on(barrier_number):
                     raise
             result = operation()
             if is_collective:

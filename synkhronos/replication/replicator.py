@@ -247,9 +247,9 @@ class _Pickler(cloudpickle.Pickler):
 
     def reducer_override(self, value: object) -> Any:
         if isinstance(value, type | FunctionType) and is_user_module(value.__module__):
-            by_name = value.__module__ not in self._modules_by_value and is_importable(value)
-            self._code.add(value, by_name)
-            return value.__qualname__ if by_name else super().reducer_override(value)
+            is_by_name = value.__module__ not in self._modules_by_value and is_importable(value)
+            self._code.add(value, is_by_name)
+            return value.__qualname__ if is_by_name else super().reducer_override(value)
         # Unpickling a device's array could start the device's runtime in the wrong process.
         if (device := find_device(value)).must_move_shared_values:
             return device.to_numpy(value).__reduce_ex__(pickle.HIGHEST_PROTOCOL)

@@ -48,9 +48,9 @@ class UserCode:
         self._used_bindings: list[tuple[Mapping[str, Any], str, Any]] = []
         self._digests: list[bytes] = []
 
-    def add(self, value: Any, by_name: bool) -> None:
+    def add(self, value: Any, is_by_name: bool) -> None:
         """Record a class or function that was pickled by name, or by value."""
-        if by_name:
+        if is_by_name:
             self._by_name[value.__module__, value.__qualname__] = value
         else:
             self._by_value.append(value)

@@ -156,7 +156,7 @@ class Gpu:
         assert command == 5
         return self.arrived
 
-    def wait_and_check_reached(self, barrier_number):
+    def wait_for_decision_on(self, barrier_number):
         assert barrier_number == 3
         return self.arrived >= barrier_number
 

@@ -502,7 +502,7 @@ def test_agent_reads_messages_before_it_decides():
         def post_receives(self, limit):
             self.last_received[1] = time.monotonic()
 
-        def count_unsent(self):
+        def complete_sends(self):
             self.looks -= 1
             return 17 if self.looks > 0 else 16
 

@@ -121,7 +121,7 @@ class CollectiveWatchdog(PendingOperation):
                 self._rank.barriers.wait_for(int(barrier_number), on_poll=on_poll)
         except Cancelled:
             # If all ranks had arrived before the failure, the collectives complete.
-            if not self._rank.barriers.wait_and_check_reached(int(barrier_number)):
+            if not self._rank.barriers.wait_for_decision_on(int(barrier_number)):
                 raise
 
     def notify_started(self) -> None:

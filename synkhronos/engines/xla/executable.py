@@ -112,16 +112,16 @@ class Executable(Runner):
             n_arguments = self._n_inputs + len(self._storages)
             positions += range(n_arguments, n_arguments + len(self._scalar_log.storages))
         # Without a reference to self, which would be a cycle and leave the memory to the garbage collector.
-        in_loop = self.n_repeats > 1
+        is_in_loop = self.n_repeats > 1
         tables = self._storages, self._updated_storages, self._logged_positions
-        run = partial(trace_functions, self._functions, spec, self.ffi_collectives, *tables, in_loop)
+        run = partial(trace_functions, self._functions, spec, self.ffi_collectives, *tables, is_in_loop)
         options: dict[str, Any] = {}
         if self._has_lengths:
             # Lengths are the first argument, and static: XLA compiles anew for others.
             positions, options["static_argnums"] = [position + 1 for position in positions], 0
         else:
             run = partial(run, ())
-        if in_loop:
+        if is_in_loop:
             index = {id(storage): i for i, storage in enumerate(self._storages)}
             logs = range(len(index), len(index) + 1 + len(self._logged_positions))
             changed = [*(index[id(storage)] for storage in self._updated_storages), *logs]

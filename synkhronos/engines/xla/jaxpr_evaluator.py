@@ -105,22 +105,23 @@ class JaxprEvaluator:
         remaining = list(variables)
         while remaining:
             variable = remaining.pop()
-            i = None if isinstance(variable, core.Literal) else self._equation_by_variable.get(variable)
-            if i is not None and i not in untraced_equations and i not in self._traced_equations:
-                untraced_equations.add(i)
-                remaining += self._jaxpr.eqns[i].invars
+            index = None if isinstance(variable, core.Literal) else self._equation_by_variable.get(variable)
+            if index is not None and index not in untraced_equations and index not in self._traced_equations:
+                untraced_equations.add(index)
+                remaining += self._jaxpr.eqns[index].invars
         return untraced_equations
 
     def _find_parts(self, variable: Variable) -> list[Any]:
         """Return the arrays whose concatenation along the last axis a variable is."""
         from jax.extend import core
 
-        i = None if isinstance(variable, core.Literal) else self._equation_by_variable.get(variable)
-        if i is None or self._jaxpr.eqns[i].primitive.name != "concatenate":
+        index = None if isinstance(variable, core.Literal) else self._equation_by_variable.get(variable)
+        equation = None if index is None else self._jaxpr.eqns[index]
+        if equation is None or equation.primitive.name != "concatenate":
             return [variable]
-        if self._jaxpr.eqns[i].params["dimension"] != variable.aval.ndim - 1:
+        if equation.params["dimension"] != variable.aval.ndim - 1:
             return [variable]
-        return [part for operand in self._jaxpr.eqns[i].invars for part in self._find_parts(operand)]
+        return [part for operand in equation.invars for part in self._find_parts(operand)]
 
 
 def _shorten_slices(equations: Sequence[Any]) -> list[Any]:

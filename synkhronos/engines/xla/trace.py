@@ -23,7 +23,7 @@ def trace_functions(
     storages: Sequence[list[Any]],
     updated_storages: Sequence[list[Any]],
     logged_positions: Sequence[int],
-    in_loop: bool,
+    is_in_loop: bool,
     lengths: tuple[int, ...],
     *arguments: Any,
 ) -> tuple[Any, ...]:
@@ -43,7 +43,7 @@ def trace_functions(
     traced: TracedExchange | None = None
     if spec is not None and ffi_collectives is not None:
         exchange_class = TracedExchange if spec.shards is None else TracedShardedExchange
-        traced = exchange_class(spec, ffi_collectives, logs[:1] if in_loop else ())
+        traced = exchange_class(spec, ffi_collectives, logs[:1] if is_in_loop else ())
     for function in functions:
         operands = [*islice(inputs, function.n_inputs), *[values[id(s)] for s in function.storages], *lengths]
         trace = trace_in_place if traced is None else traced.trace_function
