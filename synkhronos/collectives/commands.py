@@ -110,7 +110,8 @@ def prepare_replicas_of_variables(
 class VariableReplica:
     """One rank's replica of a variable in a collective, with the layouts of all ranks' replicas.
 
-    ``device`` is that of the value: a GPU if any rank's value is on its GPU, as users may have assigned NumPy arrays.
+    ``device`` owns the value on every rank.  It is for GPUs if any rank's value is on a GPU: others may be NumPy arrays
+    that users have assigned, which are moved.
     ``transport_device`` is the device whose communicator transfers the value: ``device``, or `NUMPY`.
     """
 

@@ -137,7 +137,7 @@ class Data:
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, numbers.Number | np.generic | np.ndarray):
-            # False would pass for "no item is equal": NumPy selects no rows by it, and its mean is 0.
+            # False would pass for "no item is equal": as an index it selects no rows, and its mean is 0.
             raise TypeError("Data objects are not compared item by item: compare the array, d.data == value")
         return self is other
 

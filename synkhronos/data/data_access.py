@@ -65,7 +65,7 @@ def create_with_file(shape: tuple[int, ...], dtype: np.dtype, name: str) -> tupl
 
 
 class SharedBuffers:
-    """Shared memory for arrays that each call writes anew, by key."""
+    """Shared memory, by key, for arrays that each call overwrites."""
 
     def __init__(self) -> None:
         self._buffers: dict[Any, Data] = {}

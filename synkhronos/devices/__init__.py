@@ -179,7 +179,7 @@ def _choose_gpu_device() -> CudaDevice:
 def is_fork_unsafe() -> bool:
     """Whether workers must start as new processes, because a fork of this one could not compute.
 
-    A fork lacks XLA's threads, and would wait for them for ever.  CUDA can't be used in a fork.
+    A fork lacks XLA's threads, and would wait for them forever.  CUDA can't be used in a fork.
     """
     return any(device.has_unforkable_runtime() for device in list_devices())
 

@@ -165,7 +165,7 @@ class Engine:
     ) -> Runner | None:
         """Fuse the functions of ``n_repeats`` steps, with the exchange between them, into one launch.
 
-        ``exchange`` is that of the variable that ``gradient`` updates and ``updates`` read.  Return None if this engine
+        ``exchange`` exchanges the variable that ``gradient`` updates and ``updates`` read.  Return None if this engine
         can't fuse them.
         """
         return None

@@ -41,7 +41,7 @@ class ScatteredInput(NamedTuple):
     first_row: int = 0
 
     def get_row_access(self, size: int, ranks: range) -> RowAccess:
-        """Return the rows of the array that consecutive ``ranks``, of ``size`` in all, read."""
+        """Return the rows of the array that consecutive ``ranks`` read; ``size`` is the number of all ranks."""
         first, last = (get_share(self._n_rows, size, r) for r in (ranks[0], ranks[-1]))
         rows = self.rows
         share = rows[first.start : last.stop] if isinstance(rows, range) else rows.slice_items(first.start, last.stop)
@@ -70,7 +70,7 @@ class _CallFields(NamedTuple):
     variant: Variant
     #: Whether ranks may need to compile the variant; False once the master has had a result of it.
     needs_compile: bool
-    #: An `ArrayLocation` is that of a broadcast input, of which every rank reads all rows.
+    #: A broadcast input is an `ArrayLocation`; every rank reads all of its rows.
     inputs: tuple[ScatteredInput | ArrayLocation, ...]
     #: Number of selected rows of all ranks together; None if no input is scattered.
     n_rows: int | None

@@ -242,7 +242,7 @@ def function(
     outputs : variable, (variable, op), or a list of these, optional
         Each output is reduced over ranks by its op, one of :ref:`ops`: "avg" (the default: ranks have equal weights),
         "mean" (the weight of a rank is its number of rows), "sum" and others, or None (the master's own value).  With
-        the prefix ``"c_"`` values on GPUs, too, are reduced in host memory.
+        the prefix ``"c_"`` even values on GPUs are reduced in host memory.
     bcast_inputs : list of variables, optional
         Inputs of which every rank reads all rows.
     updates : dict, or list of (shared, expression) or (shared, expression, op), optional

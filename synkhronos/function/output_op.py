@@ -18,7 +18,7 @@ class OutputOp:
 
     #: A key of `REDUCE_OPS`.  None: no reduction, but the value of the last slice and of the master.
     name: str | None
-    #: Whether values on GPUs, too, are reduced in host memory: the prefix ``c_``.
+    #: Whether even values on GPUs are reduced in host memory: the prefix ``c_``.
     uses_host_memory: bool = False
 
     @classmethod

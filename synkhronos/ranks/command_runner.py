@@ -128,9 +128,8 @@ class CommandRunner(ABC):
     def call_lock(self) -> contextlib.AbstractContextManager[Any]:
         """Lock of one call; RuntimeError if this thread holds it, and so is in the middle of another call.
 
-        It is implemented in C: a ``with`` statement acquires and releases it with no moment between at which a signal
-        handler could raise.  A context manager in Python that also calls `begin_call` would have such moments, and
-        the lock would stay acquired.
+        It is implemented in C, so no signal handler can raise between its acquisition and the ``with`` block.  In a
+        context manager in Python that also calls `begin_call`, one could, and the lock would stay acquired.
         """
         if self._call_lock._is_owned():  # type: ignore[attr-defined] # as threading.Condition does
             raise RuntimeError(_NESTED_CALL)

@@ -106,7 +106,7 @@ def run() -> None:
             if os.fork():
                 os._exit(0)
             _run_worker(channel, parent_pid, child, fds, request)
-        if os.waitpid(child, 0)[1]:  # it could not fork: the caller would wait for ever
+        if os.waitpid(child, 0)[1]:  # it could not fork: the caller would wait forever
             return
         for fd in fds:
             os.close(fd)

@@ -97,7 +97,7 @@ FUNCTION = {
     "inputs twice": (lambda w: synk.function([w.x, w.x]), ValueError, "inputs"),
     "inputs here and there": (lambda w: synk.function([w.x], bcast_inputs=[w.x]), ValueError, "inputs"),
     "inputs without rows": (lambda w: synk.function([w.w]), ValueError, "inputs"),
-    "inputs of one row for ever": (lambda w: synk.function([T.row("r")]), ValueError, "inputs"),
+    "inputs of one row forever": (lambda w: synk.function([T.row("r")]), ValueError, "inputs"),
     "inputs shared": (lambda w: synk.function([w.s]), TypeError, "inputs"),
     "inputs computed": (lambda w: synk.function([w.x * 2]), ValueError, "inputs"),
     "bcast_inputs one variable": (lambda w: synk.function([], bcast_inputs=w.w), TypeError, "bcast_inputs"),

@@ -520,7 +520,7 @@ def test_early_messages_of_a_program_are_queued():
         poll_channels=list,
         poll_requests=list,
     )
-    mail = SimpleNamespace(size=2, host=0, other_hosts=[1])
+    mail = SimpleNamespace(n_hosts=2, host=0, other_hosts=[1])
     control = SimpleNamespace(fence=lambda: None, wake=lambda rank, reason: None)
     agent = ProgramAgent(mail, control, [range(1), range(1, 2)], {})
     agent.start_command(4, None)

@@ -169,7 +169,7 @@ class NcclConnection:
     def abort(self) -> None:
         """Abort the connection or the attempt to connect, and all operations in progress."""
         # An interrupt in the middle would leave a communicator that is neither current nor aborted, and its operations
-        # would wait for ever.
+        # would wait forever.
         with defer_signals():
             with self._comm_lock:  # only one thread gets the communicator
                 comm, self._comm, self.generation = self._comm, None, 0

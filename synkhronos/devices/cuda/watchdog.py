@@ -1,6 +1,6 @@
 """Watchdog of pending collectives on the GPU, which aborts those that can't complete.
 
-A rank enqueues a collective and continues.  If a peer never enqueues it, the GPU waits for ever, unless the connection
+A rank enqueues a collective and continues.  If a peer never enqueues it, the GPU waits forever, unless the connection
 is aborted.  The watchdog records the collectives that this rank has started, and aborts them unless all ranks start
 them::
 
@@ -53,9 +53,9 @@ GPU_POLL_SECONDS = 0.0002
 class CollectiveWatchdog(PendingOperation):
     """Aborts pending collectives that can't complete, on one stream.
 
-    ``connections`` are this rank's, that of all ranks first; ``active_connection`` has enqueued work on the stream
-    last.  ``has_lost_peer`` is True once a collective was aborted because a peer has exited.  With ``writes_in_place``,
-    an abort of the pending collectives leaves variables undefined.
+    ``connections`` are this rank's, beginning with that of all ranks.  ``active_connection`` has enqueued the last work
+    on the stream.  ``has_lost_peer`` is True once a collective was aborted because a peer has exited.  With
+    ``writes_in_place``, an abort of the pending collectives leaves variables undefined.
     """
 
     def __init__(self, rank: Rank, staging: Staging, connection: NcclConnection, stream: int):
@@ -213,7 +213,7 @@ class CollectiveWatchdog(PendingOperation):
         """Whether the stream is idle; False if CUDA does not answer within `STUCK_TIMEOUT_SECONDS`.
 
         A stream has a capacity of about a thousand operations.  Enqueueing one on a full stream blocks within CUDA, and
-        blocks every other call of CUDA; for ever if the GPU waits for a missing peer.  So the query has its own thread.
+        blocks every other call of CUDA; forever if the GPU waits for a missing peer.  So the query has its own thread.
         """
         answers: list[bool] = []
 

@@ -159,9 +159,9 @@ class FfiCollectives:
         """Trace the start of a collective on an array; return its result and a token.
 
         XLA may order independent operations differently on different ranks.  The token makes each start depend on the
-        previous one, so that all ranks start them in the same order; that of the first start is 0.  The
-        result has the shape ``shape``, or replaces the array.  Its content is undefined until `trace_finish`, which
-        takes it and the token.
+        previous one, so that all ranks start them in the same order.  The first start takes the token 0.  The result
+        has the shape ``shape``, or replaces the array.  Its content is undefined until `trace_finish`, which takes it
+        and the token.
         """
         import jax
 

@@ -29,11 +29,7 @@ MIN_CHUNK_NBYTES_OF_HOSTS = 25_000_000
 
 
 class ExchangeSpec(NamedTuple):
-    """Exchange of a shared variable's new value between the ranks, within a launch: by ``op``, a key of ``NCCL_OPS``.
-
-    ``storage`` is the variable's.  ``n_ranks`` and ``spans_hosts`` are those of the ranks, ``nccl_caller`` is as in
-    `FfiCollectives`.  With a ``wire_dtype``, the values except the last ``n_tail_items`` are sent in this dtype.  As
-    their sum could overflow in it, they are divided by ``n_ranks`` before; without one NCCL divides.
+    """Exchange of a shared variable's new value between the ranks, within a launch.
 
     Without ``shards`` it is an all-reduce.  With ``shards``, the variable is a matrix with a row for each rank: a
     reduce-scatter reduces this rank's row, and all-gathers after the second function exchange the updated rows.
@@ -42,12 +38,18 @@ class ExchangeSpec(NamedTuple):
     have another shape; the reduced variable's value is undefined.
     """
 
+    #: Storage of the variable.
     storage: list[Any]
+    #: Dtype in which the values except the last ``n_tail_items`` are sent; None for their own dtype.  Their sum could
+    #: overflow in it, so they are divided by ``n_ranks`` before they are sent.  Without a wire dtype, NCCL divides.
     wire_dtype: str | None = None
     n_ranks: int = 1
     n_tail_items: int = 1
+    #: As in `FfiCollectives`.
     nccl_caller: NcclCaller = "python"
+    #: A key of ``NCCL_OPS``.
     op: str = "sum"
+    #: Whether the ranks are on several hosts.
     spans_hosts: bool = False
     shards: StepShards | None = None
 

@@ -11,7 +11,7 @@ beside this file are small stand-ins for those that the library calls:
     Theano's arrays.  Theano keeps shared variables and inputs in them, and computes on copies in host memory, as its
     Ops for GPUs need the real pygpu.
 ``nccl``
-    Collectives over TCP, between processes of one host or of several.  As in NCCL, a rank waits for ever for a peer
+    Collectives over TCP, between processes of one host or of several.  As in NCCL, a rank waits forever for a peer
     that does not start the operation, until an abort; and the log names the network interface.
 
 `install`
