@@ -149,7 +149,7 @@ class Device(ABC):
 
     def stage_indexes(self, rank: Rank, values: np.ndarray, buffers: Buffers) -> Array:
         """Return a vector of indexes as an input of the next launch, perhaps in one of the input's ``buffers``."""
-        return self.from_numpy(values)
+        return self.as_array(values)
 
     def read_segment(self, rank: Rank, location: ArrayLocation, rows: Selection | None) -> Array:
         """Copy rows of an array in shared memory (None: all) into a new array of this kind."""

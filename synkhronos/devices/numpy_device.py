@@ -86,15 +86,11 @@ class NumpyDevice(Device):
         # The buffer is reused, as the first write to new memory costs more than the copy.  This is safe: outputs of
         # compiled functions do not alias their inputs.
         shape = (len(rows), *array.shape[1:])
-        size = math.prod(shape)
+        n_items = math.prod(shape)
         buffer = buffers.get("rows")
-        if buffer is None or buffer.size < size or buffer.dtype != array.dtype:
-            buffer = buffers["rows"] = np.empty(size, array.dtype)
-        return take_rows(array, rows, buffer[:size].reshape(shape))
-
-    def stage_indexes(self, rank: Rank, values: np.ndarray, buffers: Buffers) -> Array:
-        """Return the vector of indexes itself, as functions take NumPy arrays."""
-        return values
+        if buffer is None or buffer.size < n_items or buffer.dtype != array.dtype:
+            buffer = buffers["rows"] = np.empty(n_items, array.dtype)
+        return take_rows(array, rows, buffer[:n_items].reshape(shape))
 
 
 DEVICE = NumpyDevice()

@@ -59,7 +59,7 @@ class SingletonRegistry:
 
 
 class Rank:
-    """A rank: its communication with the others, and what it stores.
+    """A rank: the objects that it stores, its group, the command that it runs, and its communication with the others.
 
     ``has_peer_died``, of the master's rank alone, returns True once a peer process has exited.  For ``check_peers`` see
     `CommandBarriers`.
@@ -119,6 +119,8 @@ class Rank:
         self.pending_operations = PendingOperations()
         self.join_group(number, master_rank, control, check_peers, has_peer_died)
 
+    # -- replicated objects --------------------------------------------------------------------------------
+
     def add_object(self, key: Hashable, value: object, is_weak: bool = False) -> None:
         """Add this rank's copy of a replicated object; ``is_weak`` if the user's references alone keep it alive."""
         self.objects[key] = weakref.ref(value) if is_weak else lambda: value
@@ -126,6 +128,8 @@ class Rank:
     def get_object(self, key: Hashable) -> Any:
         """Return this rank's copy of a replicated object: in the master, the object itself."""
         return self.objects[key]()
+
+    # -- the group of ranks --------------------------------------------------------------------------------
 
     def join_group(
         self,
@@ -161,6 +165,8 @@ class Rank:
         """
         self.segments = master.segments.copy()
         self.objects = {key: value for key, value in master.objects.items() if isinstance(value, weakref.ref)}
+
+    # -- commands ------------------------------------------------------------------------------------------
 
     def begin_command(self, command_number: int) -> None:
         """Start counting the barriers of a new command.
@@ -200,6 +206,8 @@ class Rank:
         """Call and remove the functions in `finish_callbacks`.  Called at the end of every command, failed or not."""
         while self.finish_callbacks:
             self.finish_callbacks.pop()()
+
+    # -- barriers, and exchange of values at them ----------------------------------------------------------
 
     def barrier(self) -> None:
         """Return when every rank has arrived at this barrier; raise `Cancelled` if a rank failed in this command."""

@@ -666,7 +666,7 @@ def staging(monkeypatch):
         "synkhronos.devices.cuda.staging.check_result", lambda results: pytest.fail() if results[0] else None
     )
     staging = object.__new__(Staging)
-    staging.driver, staging._pinned, staging.set_current_gpu = Driver(), {}, lambda: None
+    staging.driver, staging._pinned_segments, staging.set_current_gpu = Driver(), {}, lambda: None
     return staging
 
 
@@ -679,9 +679,9 @@ def test_pages_are_unlocked_before_they_are_unmapped(staging, two_ranks_per_test
     assert len(staging.driver.locked) == len(rank.segments.before_unmap_callbacks) + 2 == 3
     del arrays[1]
     ranks.get_session().finish_releases()
-    assert len(staging.driver.locked) == len(staging._pinned) == 2
+    assert len(staging.driver.locked) == len(staging._pinned_segments) == 2
     synk.close()
-    assert not staging.driver.locked and not staging._pinned
+    assert not staging.driver.locked and not staging._pinned_segments
 
 
 def test_pages_left_locked_by_an_interrupt_are_locked_again(staging):
@@ -702,7 +702,7 @@ def test_vectors_in_transfer_are_not_moved(staging):
     for place, vector in zip(places, vectors, strict=True):
         stored = (ctypes.c_int64 * vector.size).from_address(place)
         np.testing.assert_array_equal(np.ctypeslib.as_array(stored), vector)
-    pinned.used = 0  # all ranks have arrived
+    pinned.used_nbytes = 0  # all ranks have arrived
     pinned.store(vectors[0])
     assert len(staging.driver.locked) == 1
 
@@ -722,7 +722,7 @@ def test_unlockable_memory_is_not_used(staging, monkeypatch, error):
         with pytest.raises(error):
             pinned.store(np.arange(1 << 19))
         monkeypatch.setattr(staging, "pin_pages", lock)
-        pinned.used = 0
+        pinned.used_nbytes = 0
         place = pinned.store(vector)
         assert list(staging.driver.locked) == [pinned._memory.ctypes.data] and place == pinned._memory.ctypes.data
 
@@ -738,4 +738,4 @@ def test_unlockable_segment_is_forgotten(staging, monkeypatch, two_ranks_per_tes
     monkeypatch.setattr(staging, "pin_pages", interrupted)
     with pytest.raises(KeyboardInterrupt):
         staging.pin_segment(rank, get_array_location(array).key)
-    assert not staging.driver.locked and not staging._pinned
+    assert not staging.driver.locked and not staging._pinned_segments
