@@ -66,7 +66,7 @@ def lower_to_text(inputs, outputs, values):
     """Return the program that XLA is given for bfloat16."""
     with set_precision("bfloat16"):
         run = make_executable(inputs, outputs)
-        return run._run.lower(*values, *[s[0] for s in run._storages]).as_text()
+        return run._program.lower(*values, *[s[0] for s in run._storages]).as_text()
 
 
 def round_to_bfloat16(array):
@@ -276,7 +276,7 @@ def test_strided_convolution_gradient_reverses_its_filters_behind_a_barrier():
     y = Conv(2, "half", (2, 2))(x, w)
     with set_precision("highest"):
         run = make_executable([x, w], pytensor.grad((y**2).sum(), x))
-        text = run._run.lower(draw_normal(1, 2, 6, 6), draw_normal(2, 2, 3, 3)).as_text()
+        text = run._program.lower(draw_normal(1, 2, 6, 6), draw_normal(2, 2, 3, 3)).as_text()
     definitions = dict(re.findall(r"(%\w+) = (.*)", text))
     (gradient,) = (line for line in definitions.values() if "lhs_dilate = [2, 2]" in line)
     turned = definitions[re.search(r"convolution\(%\w+, (%\w+)\)", gradient)[1]]

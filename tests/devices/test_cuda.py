@@ -38,7 +38,7 @@ from synkhronos.ranks import Cancelled
         (None, 2, 1, "7", ["0", "1"]),
     ],
 )
-def test_assign_gpus_gives_each_rank_a_gpu(monkeypatch, visible, size, root, mine, expected):
+def test_choose_gpus_gives_each_rank_a_gpu(monkeypatch, visible, size, root, mine, expected):
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:

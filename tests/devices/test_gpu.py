@@ -244,4 +244,4 @@ def test_results_of_any_dtype_and_size_are_fetched(shape, two_ranks_per_test):
         assert fetched.pop() == 7
         for array, value in zip(fetched, expected, strict=True):
             np.testing.assert_array_equal(array, value, strict=True)
-        GPU_DEVICE.staging._fetch_memory.used = 64  # as an interrupt leaves it
+        GPU_DEVICE.staging._fetch_memory.used_nbytes = 64  # as an interrupt leaves it

@@ -49,7 +49,7 @@ def test_update_is_written_in_parts(fork, monkeypatch, min_nbytes, build_value, 
     assert float(f(values)) == 15
     np.testing.assert_array_equal(g.get_value(), new_value)
     run = get_runner(f)
-    text = run._run.lower(*run._get_arguments((values,))).as_text()
+    text = run._program.lower(*run._get_arguments((values,))).as_text()
     assert bool(re.search(r"dynamic_update_slice.* -> tensor<12xf64>", text)) == expected
 
 

@@ -64,7 +64,7 @@ def test_float32_graphs_compute_in_float32(two_ranks_per_test):
         assert result.dtype == "float32"
     assert w.get_value().dtype == "float32" and synk.get_value(1, w).dtype == "float32"
     run = f._computation.compiled_variants[DEFAULT_VARIANT].runner
-    text = run._run.lower(*run._get_arguments((value[:2], value[:2, 0]))).as_text()
+    text = run._program.lower(*run._get_arguments((value[:2], value[:2, 0]))).as_text()
     assert "xf32>" in text and not re.search(r"xf64>", text)  # except scalars: counts of rows
 
 
