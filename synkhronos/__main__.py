@@ -23,10 +23,10 @@ _COMMANDS = {
     "doctor": ("", "list cores, GPUs and packages, and how to install missing ones", "launcher.doctor"),
     "platoon": (" NAME", "run a controller and workers written for Platoon", "platoon.launcher"),
 }
-_PROGRAM = "python -m synkhronos"
+_COMMAND_LINE = "python -m synkhronos"
 
 
-def script() -> None:
+def run_console_script() -> None:
     """Run the console script ``synkhronos``."""
     main(sys.argv[1:])
 
@@ -42,10 +42,10 @@ def main(arguments: list[str]) -> None:
     if not arguments:
         parser.error("expected a command or a program; see --help")
     options = parser.parse_args(arguments)
-    if not options.module and not os.path.exists(options.program):
+    if not options.is_module and not os.path.exists(options.program):
         similar = format_similar(options.program, _COMMANDS)
         parser.error(f"{options.program!r} is neither a command nor a program{similar}; see --help")
-    if options.module and importlib.util.find_spec(options.program.partition(".")[0]) is None:
+    if options.is_module and importlib.util.find_spec(options.program.partition(".")[0]) is None:
         parser.error(f"there is no module {options.program!r}; see --help")
     if options.theano:
         os.environ["SYNKHRONOS_THEANO"] = options.theano
@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> None:
     import synkhronos.compat  # noqa: F401 - it reads the variable
 
     sys.argv = [options.program, *options.arguments]
-    if options.module:
+    if options.is_module:
         runpy.run_module(options.program, run_name="__main__", alter_sys=True)
         return
     # Like Python, find modules in the script's folder first.
@@ -63,11 +63,11 @@ def main(arguments: list[str]) -> None:
 
 def _make_parser() -> argparse.ArgumentParser:
     """Make the parser of the arguments of a program written for Theano, with the help on all commands."""
-    usages = [f"{_PROGRAM} {name}{argument}" for name, (argument, *_) in _COMMANDS.items()]
+    usages = [f"{_COMMAND_LINE} {name}{argument}" for name, (argument, *_) in _COMMANDS.items()]
     commands = [f"  {name:9} {description}" for name, (_, description, _) in _COMMANDS.items()]
     parser = argparse.ArgumentParser(
-        prog=_PROGRAM,
-        usage="\n       ".join([*usages, f"{_PROGRAM} [--theano LIBRARY] [-m] PROGRAM [ARGUMENT...]"]),
+        prog=_COMMAND_LINE,
+        usage="\n       ".join([*usages, f"{_COMMAND_LINE} [--theano LIBRARY] [-m] PROGRAM [ARGUMENT...]"]),
         description="\n".join(
             [
                 "Commands, each with its own --help:",
@@ -85,7 +85,7 @@ def _make_parser() -> argparse.ArgumentParser:
         help="theano or pytensor: the library that `import theano` imports; overrides SYNKHRONOS_THEANO",
     )
     parser.add_argument("--version", action="version", version=f"synkhronos {synkhronos.__version__}")
-    parser.add_argument("-m", dest="module", action="store_true", help="PROGRAM is the name of a module")
+    parser.add_argument("-m", dest="is_module", action="store_true", help="PROGRAM is the name of a module")
     parser.add_argument("program", metavar="PROGRAM", help="a script, or with -m a module")
     parser.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="arguments of PROGRAM")
     return parser

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 #: Kinds of the dtypes of numbers.
 NUMBER_KINDS = "biufc"
-#: Number of items that are checked at once; limits the size of temporary arrays.
+#: Number of items that are checked at once, a limit for the size of temporary arrays.
 _BLOCK_SIZE = 1 << 16
 
 
@@ -98,9 +98,9 @@ def check_cast(array: np.ndarray, dtype: npt.DTypeLike, argument: str) -> None:
     flags = ["external_loop", "buffered", "zerosize_ok"]
     for block in np.nditer(array, flags, order="C", buffersize=_BLOCK_SIZE):  # type: ignore[call-overload]
         with np.errstate(all="ignore"):
-            changed = _find_changed(block, dtype)
-        if changed.any():
-            index = tuple(map(int, np.unravel_index(start + int(changed.argmax()), array.shape)))
+            is_changed = _mask_changed_numbers(block, dtype)
+        if is_changed.any():
+            index = tuple(map(int, np.unravel_index(start + int(is_changed.argmax()), array.shape)))
             first = f"{array[index].item()!r} at index {index}" if index else repr(array.item())
             raise TypeError(
                 f"{argument}: can't cast {source.name} to {dtype} without changing {first}: convert it, or use another "
@@ -110,17 +110,18 @@ def check_cast(array: np.ndarray, dtype: npt.DTypeLike, argument: str) -> None:
 
 
 def _is_exact(source: np.dtype, dtype: np.dtype) -> bool:
-    """Whether a dtype can represent all numbers of the dtype ``source``."""
+    """Whether a cast from ``source`` to ``dtype`` is exact for all numbers."""
     # NumPy considers a cast of 64-bit integers to float64 safe, but it rounds numbers above 2**53.
     is_safe = np.can_cast(source, dtype, "safe")
     return is_safe and not (source.kind in "iu" and source.itemsize == 8 and dtype.kind in "fc")
 
 
-def _find_changed(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def _mask_changed_numbers(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Return a mask of the values that a cast to a dtype would change."""
     if dtype.kind == "c":
         real_dtype = np.zeros((), dtype).real.dtype
-        return _find_changed(values.real, real_dtype) | _find_changed(values.imag, real_dtype)
+        real_mask = _mask_changed_numbers(values.real, real_dtype)
+        return real_mask | _mask_changed_numbers(values.imag, real_dtype)
     if dtype.kind == "b":
         return (values != 0) & (values != 1)
     if dtype.kind in "iu":
@@ -131,8 +132,8 @@ def _find_changed(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
         # The bounds are powers of two, which floats represent exactly; in float16 they may be infinite.
         is_in_range = np.isfinite(values) & (values >= float(limits.min)) & (values < float(limits.max + 1))
         return ~(is_in_range & (np.trunc(values) == values))
-    cast = values.astype(dtype)
+    converted = values.astype(dtype)
     if values.dtype.kind == "f":
         is_rounding = (values.dtype.itemsize, dtype.itemsize) == (8, 4)
-        return np.isinf(cast) & np.isfinite(values) if is_rounding else (cast != values) & ~np.isnan(values)
-    return _find_changed(cast, values.dtype) | (cast.astype(values.dtype) != values)
+        return np.isinf(converted) & np.isfinite(values) if is_rounding else (converted != values) & ~np.isnan(values)
+    return _mask_changed_numbers(converted, values.dtype) | (converted.astype(values.dtype) != values)

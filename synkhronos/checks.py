@@ -1,4 +1,4 @@
-"""Checks of arguments.
+"""Checks of arguments and of installed packages.
 
 A ``check_`` function returns a valid argument as a built-in type.  For an invalid one it raises an error with the
 argument's name, the expected values and the given value.
@@ -19,11 +19,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
 
 def format_similar(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return the names that are similar to an unknown one, for its error; "" if none is.
+    """Return the end of an error message for an unknown name: the names that are similar to it, or "".
 
     Examples
     --------
@@ -34,8 +34,8 @@ def format_similar(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
     return f"; similar: {', '.join(similar)}" if similar else ""
 
 
-def suggest_keywords(function: Function) -> Function:
-    """Decorate a function such that its error for an unknown keyword names similar ones, or else all.
+def suggest_keywords(function: CallableT) -> CallableT:
+    """Decorate a function: its TypeError for an unknown keyword lists similar keywords, or all if none is similar.
 
     Examples
     --------
@@ -46,14 +46,14 @@ def suggest_keywords(function: Function) -> Function:
     TypeError: color: unknown argument of draw(); similar: colour
     """
     names = [name for name in inspect.signature(function).parameters if name != "self"]
-    title = function.__qualname__.removesuffix(".__init__")
+    function_name = function.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         for name in kwargs:
             if name not in names:
                 similar = format_similar(name, names) or f"; arguments are {', '.join(names)}"
-                raise TypeError(f"{name}: unknown argument of {title}(){similar}")
+                raise TypeError(f"{name}: unknown argument of {function_name}(){similar}")
         return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]  # it has the signature of the function
@@ -80,19 +80,19 @@ def check_integer(value: Any, name: str, expected: str = "an integer") -> int:
     raise TypeError(f"{name}: expected {expected}, got {value!r}")
 
 
-def check_at_least(value: object, name: str, least: int, expected: str = "an integer") -> int:
-    """Return an integer of at least ``least``; raise TypeError or ValueError."""
+def check_at_least(value: object, name: str, minimum: int, expected: str = "an integer") -> int:
+    """Return an integer that is not below ``minimum``; raise TypeError or ValueError."""
     number = check_integer(value, name, expected)
-    if number < least:
-        raise ValueError(f"{name}: expected {f'at least {least}' if least else 'no negative number'}, got {number}")
+    if number < minimum:
+        raise ValueError(f"{name}: expected {f'at least {minimum}' if minimum else 'no negative number'}, got {number}")
     return number
 
 
-def check_index(value: object, name: str, size: int, error: type[Exception] = IndexError) -> int:
-    """Return an integer from 0 to ``size - 1``, such as a rank; raise TypeError or ``error``."""
+def check_index(value: object, name: str, size: int, error_class: type[Exception] = IndexError) -> int:
+    """Return an integer from 0 to ``size - 1``, such as a rank; raise TypeError or ``error_class``."""
     number = check_integer(value, name)
     if not 0 <= number < size:
-        raise error(f"{name}: expected 0 to {size - 1}, got {number}")
+        raise error_class(f"{name}: expected 0 to {size - 1}, got {number}")
     return number
 
 
@@ -134,8 +134,8 @@ def check_choice(value: object, name: str, choices: Iterable[str]) -> str:
     """Return a string that is one of ``choices``; raise TypeError or ValueError."""
     choices = tuple(choices)
     if not isinstance(value, str) or value not in choices:
-        error = ValueError if isinstance(value, str) else TypeError
-        raise error(f"{name}: expected one of {choices}, got {value!r}")
+        error_class = ValueError if isinstance(value, str) else TypeError
+        raise error_class(f"{name}: expected one of {choices}, got {value!r}")
     return value
 
 

@@ -27,24 +27,24 @@ def get_n_gpu() -> int:
         import pynvml
     except ImportError:
         # The driver creates one device file for each GPU.
-        present = len(glob.glob("/dev/nvidia[0-9]*"))
+        n_present = len(glob.glob("/dev/nvidia[0-9]*"))
     else:
         try:
             pynvml.nvmlInit()
         except pynvml.NVMLError:
             return 0
         try:
-            present = pynvml.nvmlDeviceGetCount()
+            n_present = pynvml.nvmlDeviceGetCount()
         finally:
             pynvml.nvmlShutdown()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        return present
+        return n_present
     count = 0
-    for name in (part.strip() for part in visible.split(",")):
+    for entry in (part.strip() for part in visible.split(",")):
         # CUDA ignores the rest of the list after an invalid entry.
-        if name.isdecimal() and int(name) < present or name.startswith(("GPU-", "MIG-")):
+        if entry.isdecimal() and int(entry) < n_present or entry.startswith(("GPU-", "MIG-")):
             count += 1
         else:
             break
-    return min(count, present)
+    return min(count, n_present)

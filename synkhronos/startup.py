@@ -37,7 +37,7 @@ from synkhronos.ranks import Command, Rank
 __all__ = ["bytes_sent", "close", "fork"]
 
 #: Default number of seconds without a message after which a host is considered lost.
-HOST_TIMEOUT = 10.0
+DEFAULT_HOST_TIMEOUT = 10.0
 #: Number of bytes of the largest freed array whose memory the C library of each rank keeps: the maximum of GNU's.
 MAX_FREED_ARRAY_NBYTES = 1 << 25
 #: Number of bytes of freed arrays that the C library of each rank keeps in total.
@@ -63,8 +63,8 @@ class _SetUpRank(Command):
     def without_rank(self, rank: int) -> _SetUpRank:
         """Return a copy of the command without the GPU and cores of one rank."""
         gpus = self.gpus[:rank] + self.gpus[rank + 1 :]
-        numbers = self.gpu_numbers[:rank] + self.gpu_numbers[rank + 1 :]
-        return replace(self, gpus=gpus, cores=self.cores[:rank] + self.cores[rank + 1 :], gpu_numbers=numbers)
+        gpu_numbers = self.gpu_numbers[:rank] + self.gpu_numbers[rank + 1 :]
+        return replace(self, gpus=gpus, cores=self.cores[:rank] + self.cores[rank + 1 :], gpu_numbers=gpu_numbers)
 
     def run(self, rank: Rank) -> None:
         if rank.number < len(self.cores):  # before any library starts threads
@@ -82,21 +82,21 @@ class _SetUpRank(Command):
         if device is NUMPY:
             force_jax_on_cpu()
         local_ranks = rank.local_ranks
-        index, gpus = rank.number - local_ranks.start, self.gpus
+        gpu_number, gpus = rank.number - local_ranks.start, self.gpus
         if rank.master_rank not in local_ranks:
-            numbers = self.gpu_numbers[local_ranks.start : local_ranks.stop]
+            gpu_numbers = self.gpu_numbers[local_ranks.start : local_ranks.stop]
             # CUDA numbers the GPUs anew if it leaves out a broken one: then the master's numbers may not exist.
-            if device is NUMPY or max(numbers) < get_n_gpu():
-                index = numbers[index]
-            gpus = device.choose_gpus(index + 1, 0)
-        device.initialize(gpus[index])
+            if device is NUMPY or max(gpu_numbers) < get_n_gpu():
+                gpu_number = gpu_numbers[gpu_number]
+            gpus = device.choose_gpus(gpu_number + 1, 0)
+        device.initialize(gpus[gpu_number])
 
 
 def _keep_freed_memory() -> None:
-    """Make the C library keep the memory of freed arrays, as the next call of a function needs as much again.
+    """Make the C library keep the memory of freed arrays, since the next call of a function needs as much again.
 
-    By default it returns memory at the end of its heap to the kernel, and later gets it back page by page.  Which ranks
-    this slows down is random.
+    By default the C library returns memory at the end of its heap to the kernel, and later gets it back page by page.
+    Which ranks this slows down is random.
     """
     with contextlib.suppress(AttributeError):  # a C library other than GNU's
         libc = ctypes.CDLL(None)
@@ -111,9 +111,9 @@ def fork(
     profile_workers: bool = False,
     timeout: float | None = None,
     hosts: Sequence[str] | str | None = None,
-    host_timeout: float = HOST_TIMEOUT,
+    host_timeout: float = DEFAULT_HOST_TIMEOUT,
 ) -> int:
-    """Start the ranks: a worker for each rank but the master.  Each rank gets a device.
+    """Start the ranks: this process is the master, each other rank a worker process.  Each rank gets a device.
 
     Parameters
     ----------
@@ -151,9 +151,9 @@ def fork(
 
     Notes
     -----
-    A worker is a copy of this process.  So call `fork` early, before you load data, and before you start threads, which
-    may hold locks.  Each rank's BLAS uses as many threads as the rank's share of the cores.  From then on the C library
-    caches up to 256 MB of memory of freed arrays in each rank, this process included.
+    A worker is a copy of this process.  Therefore call `fork` early, before you load data, and before you start
+    threads, which may hold locks.  Each rank's BLAS uses as many threads as the rank's share of the cores.  From
+    then on the C library caches up to 256 MB of memory of freed arrays in each rank, this process included.
 
     Workers on other hosts are new processes with this process's ``sys.path`` and working directory.  Python and its
     packages have to be installed at the same paths there.  Hosts communicate by MPI, which
@@ -192,7 +192,7 @@ def fork(
     )
 
 
-def fork_bound(
+def fork_bound_to_cores(
     n_parallel: int,
     use_gpu: bool,
     cores: Sequence[Sequence[int]],
@@ -217,7 +217,7 @@ def _start_ranks(
     profile_workers: bool = False,
     timeout: float | None = None,
     cores: tuple[tuple[int, ...], ...] = (),
-    host_timeout: float = HOST_TIMEOUT,
+    host_timeout: float = DEFAULT_HOST_TIMEOUT,
     output: IO[str] | None = None,
 ) -> int:
     """Start the agents of other hosts and the ranks, and return the number of ranks; see `fork`."""
@@ -231,30 +231,30 @@ def _start_ranks(
             link.start_agents()
             device, _ = choose_device(link.choose_gpu_default() if use_gpu is None else use_gpu, None)
             link.assign_ranks(n_parallel, device.needs_gpu)
-            size, n_local = link.size, len(link.local_ranks)
+            n_ranks, n_local = link.size, len(link.local_ranks)
             if master_rank not in link.local_ranks:
                 raise ValueError(f"master_rank: expected a rank of this host, below {n_local}, got {master_rank}")
             gpu_numbers = tuple(i for host in link.ranks_by_host for i in range(len(host)))
         else:
-            for name, n_ranks in host_list:
+            for name, n_ranks_of_host in host_list:
                 if not is_this_machine(name):  # a single host has no agents that would detect this
                     raise RuntimeError(
                         f"the hosts {name} could not be reached: the first host has to be the machine that calls "
                         f"fork(), and {name} is not"
                     )
-                n_parallel = n_ranks or n_parallel
-            device, size = choose_device(use_gpu, n_parallel)
-            check_index(master_rank, "master_rank", size, ValueError)
-            n_local = size
+                n_parallel = n_ranks_of_host or n_parallel
+            device, n_ranks = choose_device(use_gpu, n_parallel)
+            check_index(master_rank, "master_rank", n_ranks, ValueError)
+            n_local = n_ranks
         # From the master's states, so that runs with the same seed are equal.
-        states = np.random.get_state(legacy=False), random.getstate()
-        seeds = tuple(blake2b(pickle.dumps(state)).digest() for state in states)
+        generator_states = np.random.get_state(legacy=False), random.getstate()
+        seeds = tuple(blake2b(pickle.dumps(state)).digest() for state in generator_states)
         # Imports modules before the fork, so that workers inherit them.
         register_loaded_libraries()
         engines.list_engines()
         first_command = _SetUpRank(device.name, device.choose_gpus(n_local, master_rank), seeds, cores, gpu_numbers)
         ranks.start_session(
-            size,
+            n_ranks,
             master_rank,
             profile=profile_workers,
             timeout=timeout,
@@ -266,11 +266,11 @@ def _start_ranks(
         if link is not None:
             link.kill()
         raise
-    return size
+    return n_ranks
 
 
 def bytes_sent() -> int:
-    """Return the number of bytes of Data objects and functions that were sent to other hosts since `fork`.
+    """Return the number of bytes of Data objects and functions that were sent to other hosts after `fork`.
 
     Unchanged pages of memory are not sent again.  Rows that `Lock.pull` and `Lock.push` copy are counted if the first
     host sends them.  Values that collectives exchange are not counted.

@@ -55,27 +55,27 @@ def install() -> str:
     >>> install()
     'pytensor'
     """
-    import_hooks.install_finder(import_hooks.find_shim, is_last=True)
-    import_hooks.install_finder(import_hooks.find_platoon)
-    import_hooks.install_finder(import_hooks.find_theanompi)
+    import_hooks.install_hook(import_hooks.find_shim, is_last=True)
+    import_hooks.install_hook(import_hooks.find_platoon)
+    import_hooks.install_hook(import_hooks.find_theanompi)
     if import_hooks.is_hook_installed(import_hooks.find_theano):
         return "pytensor"
     selected = os.environ.get(LIBRARY_VARIABLE, "")
     if selected not in ("", "theano", "pytensor"):
         raise ValueError(f"{LIBRARY_VARIABLE} has to be 'theano' or 'pytensor', not {selected!r}")
-    if selected == "theano" or (selected == "" and _has_theano()):
-        theano_patches.install()
+    if selected == "theano" or (selected == "" and _is_theano_available()):
+        theano_patches.patch_theano()
         return "theano"
     if "theano" in sys.modules:
         raise ImportError(
             f"{LIBRARY_VARIABLE}=pytensor, but Theano is imported already: import synkhronos.compat before theano, "
             "or start the program with `python -m synkhronos script.py`"
         )
-    import_hooks.install_finder(import_hooks.find_theano)
+    import_hooks.install_hook(import_hooks.find_theano)
     return "pytensor"
 
 
-def _has_theano() -> bool:
+def _is_theano_available() -> bool:
     """Whether Theano itself is imported or installed."""
     if "theano" in sys.modules:
         return True

@@ -19,7 +19,10 @@ def dnn_conv(
     precision: str | None = None,
     num_groups: int = 1,
 ) -> Any:
-    """Return the convolution of images with filters; the arguments that select cuDNN's algorithm are ignored."""
+    """Return the convolution of images (batch, channels, *spatial) with filters (outputs, channels, *spatial).
+
+    Arguments that select cuDNN's algorithm are ignored.
+    """
     from theano.tensor.nnet import conv2d
 
     if conv_mode not in ("conv", "cross"):
@@ -36,7 +39,10 @@ def dnn_conv(
 
 
 def dnn_pool(img: Any, ws: Any, stride: Any = None, mode: str = "max", pad: Any = None) -> Any:
-    """Return images, or volumes, pooled without windows that extend beyond the border; the default stride is 1."""
+    """Return images (batch, channels, *spatial) pooled by windows of shape ``ws``; the default stride is 1.
+
+    Windows that extend beyond the border are omitted.
+    """
     from theano.tensor.signal.pool import pool_2d, pool_3d
 
     return (pool_2d if len(ws) == 2 else pool_3d)(
@@ -50,7 +56,7 @@ def dnn_pool(img: Any, ws: Any, stride: Any = None, mode: str = "max", pad: Any 
 
 
 def patch_dnn_module(dnn: Any) -> None:
-    """Patch Theano's ``dnn_conv`` and ``dnn_pool`` to use the functions here if there is no cuDNN."""
+    """Patch Theano's ``dnn_conv`` and ``dnn_pool`` to call the functions of this module if there is no cuDNN."""
     for replacement in (dnn_conv, dnn_pool):
         setattr(
             dnn, replacement.__name__, _fall_back_without_cudnn(dnn, getattr(dnn, replacement.__name__), replacement)
@@ -61,8 +67,8 @@ def _fall_back_without_cudnn(dnn: Any, original: Any, replacement: Any) -> Any:
     """Return a function that calls ``original`` if there is cuDNN at the time of the call, else ``replacement``."""
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        is_active = sys.modules["theano.gpuarray"].pygpu_activated and dnn.dnn_available(None)
-        return (original if is_active else replacement)(*args, **kwargs)
+        has_cudnn = sys.modules["theano.gpuarray"].pygpu_activated and dnn.dnn_available(None)
+        return (original if has_cudnn else replacement)(*args, **kwargs)
 
     function.__name__, function.__doc__ = original.__name__, original.__doc__
     return function

@@ -26,7 +26,7 @@ _COMMON_FLAGS = (
     "warn_float64",
 )
 
-#: Theano's flags without a meaning in PyTensor, with their present values: programs may set them, without an effect.
+#: Present values of Theano's flags that have no meaning in PyTensor: programs may set them, without an effect.
 _emulated_flags: dict[str, Any] = {
     **dict.fromkeys(
         """
@@ -79,8 +79,8 @@ _emulated_flags: dict[str, Any] = {
 }
 
 
-def explain_unsupported(name: str) -> str:
-    """Return the message for a module or name of Theano that `synkhronos.compat` does not provide."""
+def format_unsupported_message(name: str) -> str:
+    """Return the message of errors for a module or name of Theano that `synkhronos.compat` does not provide."""
     return (
         f"{name} is not provided by synkhronos.compat on PyTensor; the page docs/from_theano.rst, "
         '"From Theano", lists the names that are'
@@ -98,13 +98,13 @@ def to_pytensor_flags(theano_flags: str, pytensor_flags: str = "") -> str:
     'mode=JAX,floatX=float32'
     """
     flags = dict(flag.strip().split("=", 1) for flag in theano_flags.split(",") if "=" in flag)
-    passed = [f"{_to_pytensor_name(name)}={value}" for name, value in flags.items() if name in _COMMON_FLAGS]
+    translated = [f"{_to_pytensor_name(name)}={value}" for name, value in flags.items() if name in _COMMON_FLAGS]
     if flags.get("device", "cpu").startswith(("cuda", "gpu", "opencl")) and "mode" not in flags:
-        passed.insert(0, "mode=JAX")
-    dropped = [name for name in flags if name not in _COMMON_FLAGS and name != "device"]
-    if dropped:
-        _log.info("flags without a meaning in PyTensor are ignored: %s", ", ".join(dropped))
-    return ",".join(passed + ([pytensor_flags] if pytensor_flags else []))
+        translated.insert(0, "mode=JAX")
+    ignored = [name for name in flags if name not in _COMMON_FLAGS and name != "device"]
+    if ignored:
+        _log.info("flags without a meaning in PyTensor are ignored: %s", ", ".join(ignored))
+    return ",".join(translated + ([pytensor_flags] if pytensor_flags else []))
 
 
 def _to_pytensor_name(name: str) -> str:
@@ -113,7 +113,9 @@ def _to_pytensor_name(name: str) -> str:
 
 
 class Config:
-    """``theano.config``: reads and sets PyTensor's configuration; ``theano.config.blas`` has the section ``blas__``.
+    """The object ``theano.config``, which reads and sets PyTensor's configuration.
+
+    PyTensor writes a section as a prefix of the flag's name: ``theano.config.blas.ldflags`` is ``blas__ldflags``.
 
     Examples
     --------
@@ -124,12 +126,12 @@ class Config:
     'cpu'
     """
 
-    def __init__(self, config: Any, section: str = ""):
+    def __init__(self, config: Any, prefix: str = ""):
         object.__setattr__(self, "_config", config)
-        object.__setattr__(self, "_section", section)
+        object.__setattr__(self, "_prefix", prefix)
 
     def __getattr__(self, name: str) -> Any:
-        full_name = self._section + name
+        full_name = self._prefix + name
         if name.startswith("__"):
             raise AttributeError(name)
         if hasattr(self._config, full_name):
@@ -141,20 +143,20 @@ class Config:
             flag.startswith(f"{full_name}__") for flag in (*map(_to_pytensor_name, _emulated_flags), *dir(self._config))
         ):
             return Config(self._config, f"{full_name}__")
-        raise AttributeError(explain_unsupported(f"theano.config.{theano_name}"))
+        raise AttributeError(format_unsupported_message(f"theano.config.{theano_name}"))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        full_name = self._section + name
+        full_name = self._prefix + name
         theano_name = full_name.replace("__", ".")
         if hasattr(self._config, full_name):
             setattr(self._config, full_name, value)
         elif theano_name == "compute_test_value" and value != "off":
-            reason = explain_unsupported(f"theano.config.{theano_name}")
+            reason = format_unsupported_message(f"theano.config.{theano_name}")
             raise AttributeError(f"PyTensor computes no test values: {reason}")
         elif theano_name in _emulated_flags:
             _emulated_flags[theano_name] = value
         else:
-            raise AttributeError(explain_unsupported(f"theano.config.{theano_name}"))
+            raise AttributeError(format_unsupported_message(f"theano.config.{theano_name}"))
 
     def change_flags(self, **flags: Any) -> Any:
         """Return a context manager and decorator that changes PyTensor's flags.
@@ -162,5 +164,5 @@ class Config:
         Flags that PyTensor lacks are ignored.  Flags that Theano lacks are ignored too, although assigning one raises
         AttributeError.
         """
-        named = {_to_pytensor_name(name): value for name, value in flags.items()}
-        return self._config.change_flags(**{n: v for n, v in named.items() if hasattr(self._config, n)})
+        pytensor_flags = {_to_pytensor_name(name): value for name, value in flags.items()}
+        return self._config.change_flags(**{n: v for n, v in pytensor_flags.items() if hasattr(self._config, n)})

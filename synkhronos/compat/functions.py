@@ -16,7 +16,7 @@ from pytensor.link.basic import Container
 from pytensor.link.jax.linker import JAXLinker
 from pytensor.tensor.type import TensorType
 
-from synkhronos.compat import sync
+from synkhronos.compat import synced_values
 from synkhronos.lowering import linker
 
 
@@ -44,11 +44,11 @@ class In(pytensor.compile.io.In):
     """
 
     def __init__(self, variable: Any, name: Any = None, value: Any = None, update: Any = None, **kwargs: Any):
-        is_stored = value is None or isinstance(value, Container | SharedVariable)
-        super().__init__(variable, name, value if is_stored else None, update, **kwargs)
+        is_pytensor_value = value is None or isinstance(value, Container | SharedVariable)
+        super().__init__(variable, name, value if is_pytensor_value else None, update, **kwargs)
         #: The default value in a list of one; empty if there is none.
         self.default: list[Any] = []
-        if not is_stored:
+        if not is_pytensor_value:
             value = variable.type.filter(value, strict=self.strict, allow_downcast=self.allow_downcast)
             self.value, self.default = value, [value]
 
@@ -83,8 +83,9 @@ copyreg.pickle(
 
 
 def _unpickle_function(reduced: tuple[Callable[..., Any], tuple[Any, ...]], output_keys: list[str] | None) -> Any:
-    make, arguments = reduced
-    return add_theano_semantics(make(*arguments), output_keys)
+    """Return a `TheanoFunction` from the constructor of a PyTensor function, its arguments, and the output keys."""
+    make_function, arguments = reduced
+    return add_theano_semantics(make_function(*arguments), output_keys)
 
 
 def _get_output_keys(function: Any) -> list[str] | None:
@@ -133,15 +134,15 @@ def with_numpy_output_linker(mode: Any) -> Any:
 
 
 def get_value(self: SharedVariable, borrow: bool = False, return_internal_type: bool = False) -> Any:
-    """Return a shared variable's value; a JAX array as a NumPy array, unless the internal type is requested."""
+    """Return a shared variable's value.  A JAX array becomes a NumPy array, unless the internal type is requested."""
     value = self.container.data
     if return_internal_type or not type(value).__module__.startswith("jax"):
-        return sync.get_value(self, borrow, return_internal_type)
+        return synced_values.get_value(self, borrow, return_internal_type)
     return np.array(value)
 
 
 def patch_pytensor() -> None:
-    """Patch PyTensor's JAX mode and ``get_value`` to return NumPy arrays."""
+    """Patch PyTensor: JAX mode and ``get_value`` return NumPy arrays, and values have a method ``sync``."""
     predefined_modes["JAX"] = with_numpy_output_linker(predefined_modes["JAX"])
-    sync.patch_library(Container, SharedVariable)
+    synced_values.add_sync_method(Container, SharedVariable)
     SharedVariable.get_value = get_value

@@ -21,13 +21,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from synkhronos.compat.flags import explain_unsupported, to_pytensor_flags
+from synkhronos.compat.flags import format_unsupported_message, to_pytensor_flags
 from synkhronos.compat.re_exports import RE_EXPORTS
 
 _FOLDER = Path(__file__).parent
 _THEANO_FOLDER = _FOLDER / "theano"
-#: Theano 1.0 lacks two modules of its earlier versions, setuptools 82 lacks pkg_resources, and hickle is rarely
-#: installed; Lasagne 0.1 and Theano-MPI's models import them.
+#: Files of the modules that Lasagne 0.1 and Theano-MPI's models import and that may be missing: Theano 1.0 lacks two
+#: modules of its earlier versions, setuptools 82 lacks pkg_resources, and hickle is rarely installed.
 _SHIMS = {
     "hickle": _FOLDER / "shims" / "hickle.py",
     "pkg_resources": _FOLDER / "shims" / "pkg_resources.py",
@@ -36,48 +36,49 @@ _SHIMS = {
 }
 _PLATOON = "synkhronos.platoon"
 _IMPORT_FROM_OPCODE = dis.opmap["IMPORT_FROM"]
-#: Function of a module's full name and its package's path that returns the module's spec.
-FindSpec = Callable[[str, Sequence[str] | None], importlib.machinery.ModuleSpec | None]
+#: Function of a module's full name and its package's path that returns the module's spec, or None for other modules.
+ImportHook = Callable[[str, Sequence[str] | None], importlib.machinery.ModuleSpec | None]
 
 
-class CallableFinder(importlib.abc.MetaPathFinder):
-    """Finder that calls ``function`` for the spec of a module."""
+class HookFinder(importlib.abc.MetaPathFinder):
+    """Finder that calls ``hook`` for the spec of a module."""
 
-    def __init__(self, function: FindSpec):
-        self.function = function
+    def __init__(self, hook: ImportHook):
+        self.hook = hook
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec that the function returns; None for modules of other finders."""
-        return self.function(fullname, path)
+        """Return the spec that the hook returns; None for modules of other finders."""
+        return self.hook(fullname, path)
 
 
-def is_hook_installed(find_spec: FindSpec) -> bool:
-    """Whether the import system calls ``find_spec``."""
-    return any(isinstance(finder, CallableFinder) and finder.function is find_spec for finder in sys.meta_path)
+def is_hook_installed(hook: ImportHook) -> bool:
+    """Whether the import system calls a hook."""
+    return any(isinstance(finder, HookFinder) and finder.hook is hook for finder in sys.meta_path)
 
 
-def install_finder(find_spec: FindSpec, is_last: bool = False) -> None:
-    """Make the import system call ``find_spec`` before all other finders, or after them, unless it already does."""
-    if not is_hook_installed(find_spec):
-        sys.meta_path.insert(len(sys.meta_path) if is_last else 0, CallableFinder(find_spec))
+def install_hook(hook: ImportHook, is_last: bool = False) -> None:
+    """Make the import system call a hook before all finders, or after them if ``is_last``, unless it already does."""
+    if not is_hook_installed(hook):
+        sys.meta_path.insert(len(sys.meta_path) if is_last else 0, HookFinder(hook))
 
 
 def find_theano(fullname: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
-    """Return the spec of this package's ``theano``, or of a module below it."""
+    """Return the spec of the module ``theano`` on PyTensor, or of a module below it; set PyTensor's flags."""
     head, *parts = fullname.split(".")
     if head != "theano":
         return None
     if not parts:
-        _set_pytensor_flags()
+        _check_pytensor_is_installed()
+        _translate_theano_flags()
     location = _THEANO_FOLDER.joinpath(*parts)
     file = location / "__init__.py" if location.is_dir() else location.with_suffix(".py")
     if fullname in RE_EXPORTS:
         return importlib.machinery.ModuleSpec(fullname, _ReExportLoader(), is_package=True)
     if not file.exists():
         # The error has no `name`, since `from package import module` would swallow an error with the name.
-        raise ModuleNotFoundError(explain_unsupported(fullname))
+        raise ModuleNotFoundError(format_unsupported_message(fullname))
     # Every module is a package, so that Python calls this function for submodules that do not exist.
     locations = [str(location)] if location.is_dir() else []
     return importlib.util.spec_from_file_location(
@@ -108,16 +109,16 @@ class _ReExportLoader(importlib.abc.InspectLoader):
 
 
 def _add_missing_name_errors(module: ModuleType) -> None:
-    """Add a ``__getattr__`` to a module that raises an error for missing names."""
-    own_getattr: Callable[[str], Any] | None = module.__dict__.get("__getattr__")
+    """Add a ``__getattr__`` to a module.  For a missing name it raises an error that refers to the documentation."""
+    module_getattr: Callable[[str], Any] | None = module.__dict__.get("__getattr__")
 
-    def getattr_(name: str) -> Any:
-        if own_getattr is not None:
+    def get_missing_name(name: str) -> Any:
+        if module_getattr is not None:
             try:
-                return own_getattr(name)
+                return module_getattr(name)
             except AttributeError:
                 pass
-        text = explain_unsupported(f"{module.__name__}.{name}")
+        text = format_unsupported_message(f"{module.__name__}.{name}")
         if name.startswith("__"):
             raise AttributeError(text)
         # In `from module import name`, Python replaces the message of an AttributeError.
@@ -126,7 +127,7 @@ def _add_missing_name_errors(module: ModuleType) -> None:
             raise ImportError(text, name=module.__name__)
         raise AttributeError(text, name=name, obj=module)
 
-    module.__getattr__ = getattr_  # type: ignore[method-assign]
+    module.__getattr__ = get_missing_name  # type: ignore[method-assign]
 
 
 def find_theanompi(fullname: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
@@ -167,30 +168,33 @@ def find_platoon(fullname: str, path: Sequence[str] | None) -> importlib.machine
     return importlib.machinery.ModuleSpec(fullname, _AliasLoader(), is_package=is_package)
 
 
-def replace_platoon() -> None:
+def override_platoon() -> None:
     """Import ``synkhronos.platoon`` as ``platoon`` from now on, even if Platoon is installed."""
     sys.modules["platoon"] = importlib.import_module(_PLATOON)
 
 
 class _AliasLoader(importlib.abc.Loader):
-    """Loader of a module that is also imported under the name of this package.  Other loaders would load it twice."""
+    """Loader of a module of this library under another name.  Other loaders would load the module twice."""
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        """Return the module of this package, to which both names refer."""
+        """Return the module of this library, to which both names refer."""
         return importlib.import_module(f"synkhronos.{spec.name}")
 
     def exec_module(self, module: ModuleType) -> None:
         """Do nothing: `create_module` has run the module's code."""
 
 
-def _set_pytensor_flags() -> None:
-    """Set PYTENSOR_FLAGS from THEANO_FLAGS if PyTensor is not imported yet; raise ImportError if it is missing."""
+def _check_pytensor_is_installed() -> None:
     if importlib.util.find_spec("pytensor") is None:
         raise ModuleNotFoundError(
             "neither Theano nor PyTensor is installed; PyTensor takes Theano's place with "
             "`pip install synkhronos[pytensor]`",
             name="theano",
         )
+
+
+def _translate_theano_flags() -> None:
+    """Set PYTENSOR_FLAGS from THEANO_FLAGS, unless PyTensor has already been imported and has read its flags."""
     if "pytensor" not in sys.modules and "THEANO_FLAGS" in os.environ:
         flags = to_pytensor_flags(os.environ["THEANO_FLAGS"], os.environ.get("PYTENSOR_FLAGS", ""))
         os.environ["PYTENSOR_FLAGS"] = flags

@@ -64,7 +64,7 @@ class RandomStreams:
         cast_to: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Return a random variable of PyTensor with its own generator, transformed and cast."""
+        """Return a random variable of PyTensor, transformed and cast, and record its own generator."""
         if "size" in kwargs:
             kwargs["size"] = _to_size(kwargs["size"])
         (seed_sequence,) = self._sequence.spawn(1)
@@ -173,7 +173,7 @@ class RandomStreams:
         dtype: Any = "int64",
         nstreams: Any = None,
     ) -> Any:
-        """Draw from ``0 ... a - 1``, or from the elements of an array, with probabilities."""
+        """Draw from ``0 ... a - 1``, or from the elements of an array ``a``, with probabilities ``p``."""
         return self._draw(pt.random.choice, a, size=size, replace=replace, p=p, cast_to=dtype)
 
     def multinomial(
@@ -192,17 +192,17 @@ class RandomStreams:
         """Draw a permutation of ``0 ... n - 1``; with ``size``, an array of them."""
         if size is None:
             return self._draw(pt.random.permutation, n, cast_to=dtype)
-        return self._draw_uniform((*_to_size(size), n), lambda keys: pt.argsort(keys, axis=-1).astype(dtype))
+        return self._draw_uniform((*_to_size(size), n), lambda sort_keys: pt.argsort(sort_keys, axis=-1).astype(dtype))
 
     def shuffle_row_elements(self, input: Any) -> Any:
         """Shuffle the elements of each row of a matrix independently."""
         return self._draw_uniform(
-            input.shape, lambda keys: pt.take_along_axis(input, pt.argsort(keys, axis=-1), axis=-1)
+            input.shape, lambda sort_keys: pt.take_along_axis(input, pt.argsort(sort_keys, axis=-1), axis=-1)
         )
 
 
 def _to_size(size: Any) -> Any:
-    """Convert a size to PyTensor's form: a tuple, a shape variable, or None."""
+    """Convert the size of a draw, an integer or a sequence, to a tuple; return a shape variable or None unchanged."""
     if isinstance(size, int | np.integer):
         return (int(size),)
     return tuple(size) if isinstance(size, list | tuple) else size

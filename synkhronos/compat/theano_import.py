@@ -1,4 +1,4 @@
-"""Preparation of a process whose ranks run a program that imports ``theano``."""
+"""Import of ``theano`` in the process that will fork the ranks of a program that uses it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import os
 import sys
 
 
-def import_theano_before_fork(on_gpu: bool) -> None:
-    """Set the graph libraries' flags and import ``theano``, without mpi4py, in the process that will fork the ranks.
+def import_theano_before_fork(use_gpu: bool) -> None:
+    """Set the graph libraries' flags and import ``theano`` without mpi4py.
+
+    The process that will fork the ranks calls this, for two reasons:
 
     - If each rank imported Theano by itself, ranks would wait for the lock of Theano's compiler.
     - Theano imports mpi4py where it is installed, for Ops that send and receive, and so initializes MPI.  Forked ranks
@@ -16,21 +18,22 @@ def import_theano_before_fork(on_gpu: bool) -> None:
       memory in /dev/shm.  So Theano is imported as if mpi4py were missing.  A program that imports mpi4py itself
       initializes MPI in its own process, after the fork.
     """
-    if on_gpu:
-        _set_default("PYTENSOR_FLAGS", "mode", "JAX")
-    _set_default("THEANO_FLAGS", "compile.wait", "1")  # seconds between two tries for the compiler's lock, not 5 to 10
-    is_hidden = "mpi4py" not in sys.modules
-    if is_hidden:
+    if use_gpu:
+        _set_default_flag("PYTENSOR_FLAGS", "mode", "JAX")
+    # Seconds between two tries for the compiler's lock; by default 5 to 10.
+    _set_default_flag("THEANO_FLAGS", "compile.wait", "1")
+    hides_mpi4py = "mpi4py" not in sys.modules
+    if hides_mpi4py:
         sys.modules["mpi4py"] = None  # type: ignore[assignment]
     try:
         with contextlib.suppress(ImportError):
             import theano  # noqa: F401
     finally:
-        if is_hidden:
+        if hides_mpi4py:
             del sys.modules["mpi4py"]
 
 
-def _set_default(variable: str, name: str, value: str) -> None:
+def _set_default_flag(variable: str, name: str, value: str) -> None:
     """Set a flag of a graph library, unless the user has set it."""
     flags = os.environ.get(variable, "")
     if not any(flag.strip().startswith(f"{name}=") for flag in flags.split(",")):

@@ -1,4 +1,4 @@
-"""Repairs of Theano 1.0.5 itself: a BLAS, scans without C code, and cuDNN's functions where there is no cuDNN."""
+"""Patches of Theano 1.0.5 itself: a BLAS, scans without C code, and cuDNN's functions where there is no cuDNN."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import warnings
 from collections.abc import Sequence
 from types import ModuleType
 
-from synkhronos.compat import cudnn, import_hooks, sync
+from synkhronos.compat import cudnn, import_hooks, synced_values
 
 #: Patch for each module of Theano, applied after it has been loaded.
 _PATCHES = {
-    "theano.compile.sharedvalue": lambda module: sync.patch_library(module.Container, module.SharedVariable),
+    "theano.compile.sharedvalue": lambda module: synced_values.add_sync_method(module.Container, module.SharedVariable),
     "theano.gpuarray.dnn": cudnn.patch_dnn_module,
 }
 
 
-def _find_patched(fullname: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
+def _find_patched_module(fullname: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
     """Return the spec of a module in `_PATCHES`, with a loader that patches the module."""
     if fullname not in _PATCHES:
         return None
@@ -39,10 +39,10 @@ class _PatchLoader(importlib.machinery.SourceFileLoader):
         _PATCHES[self.name](module)
 
 
-def install() -> None:
+def patch_theano() -> None:
     """Patch Theano, disable its C code for scans, and set a BLAS in THEANO_FLAGS if none is set or found."""
-    if not import_hooks.is_hook_installed(_find_patched):
-        import_hooks.install_finder(_find_patched)
+    if not import_hooks.is_hook_installed(_find_patched_module):
+        import_hooks.install_hook(_find_patched_module)
         for name, patch in _PATCHES.items():
             if name in sys.modules:
                 patch(sys.modules[name])
@@ -55,7 +55,7 @@ def install() -> None:
 
 
 def find_blas_flags() -> str:
-    """Return the linker flags of OpenBLAS if this machine can link it, else "".
+    """Return the linker flags of OpenBLAS if g++ finds the library, else "".
 
     Without a BLAS, Theano multiplies matrices with NumPy.
     """
@@ -84,7 +84,7 @@ def _has_blas_flag() -> bool:
 
 
 def _can_theano_find_blas() -> bool:
-    """Whether Theano's own search for a BLAS works.  It reads NumPy's build configuration."""
+    """Whether Theano's own search for a BLAS succeeds.  The search reads NumPy's build configuration."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         try:

@@ -87,7 +87,7 @@ def test_safe_cast_reads_no_values(monkeypatch):
     def refuse(values, dtype):
         raise AssertionError
 
-    monkeypatch.setattr(casts, "_find_changed", refuse)
+    monkeypatch.setattr(casts, "_mask_changed_numbers", refuse)
     for source_dtype in DTYPES:
         array = np.ones(3, source_dtype)
         assert casts.cast(array, source_dtype, "y") is array

@@ -97,7 +97,7 @@ def test_fast_run_works_with_every_linker():
 
 def test_second_install_adds_no_finder():
     assert synkhronos.compat.install() == "pytensor"
-    assert sum(getattr(finder, "function", None) is find_theano for finder in sys.meta_path) == 1
+    assert sum(getattr(finder, "hook", None) is find_theano for finder in sys.meta_path) == 1
 
 
 def test_import_hook_imports_no_library():
@@ -599,7 +599,7 @@ def test_config_is_read_and_set():
 )
 def test_default_flag_is_set_unless_the_user_has_set_it(monkeypatch, flags, expected):
     monkeypatch.setenv("SOME_FLAGS", flags)
-    theano_import._set_default("SOME_FLAGS", "mode", "JAX")
+    theano_import._set_default_flag("SOME_FLAGS", "mode", "JAX")
     assert os.environ["SOME_FLAGS"] == expected
 
 

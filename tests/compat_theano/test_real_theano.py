@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def install_and_get_flags(monkeypatch, theano_flags, finds_blas=False, theanorc="", blas="-lopenblas"):
-    """Return THEANO_FLAGS as `theano_patches.install` leaves them."""
+    """Return THEANO_FLAGS as `theano_patches.patch_theano` leaves them."""
     if theano_flags is None:
         monkeypatch.delenv("THEANO_FLAGS", raising=False)
     else:
@@ -24,7 +24,7 @@ def install_and_get_flags(monkeypatch, theano_flags, finds_blas=False, theanorc=
     monkeypatch.delitem(sys.modules, "theano", raising=False)
     monkeypatch.setattr(theano_patches, "_can_theano_find_blas", lambda: finds_blas)
     monkeypatch.setattr(theano_patches, "find_blas_flags", lambda: blas)
-    theano_patches.install()
+    theano_patches.patch_theano()
     return os.environ.get("THEANO_FLAGS")
 
 
@@ -69,8 +69,8 @@ def test_find_blas_flags_is_empty_without_a_compiler(monkeypatch):
 
 
 def test_shims_are_found_last_and_once():
-    import_hooks.install_finder(import_hooks.find_shim, is_last=True)
-    assert [getattr(finder, "function", None) for finder in sys.meta_path].count(import_hooks.find_shim) == 1
+    import_hooks.install_hook(import_hooks.find_shim, is_last=True)
+    assert [getattr(finder, "hook", None) for finder in sys.meta_path].count(import_hooks.find_shim) == 1
     assert import_hooks.find_shim("theano.tensor.signal.other", None) is None
     assert import_hooks.find_shim("pkg_resources", None).origin.endswith("shims/pkg_resources.py")
 

@@ -143,7 +143,7 @@ def test_users_copy_of_theano_mpi_provides_layers_but_not_rules(tmp_path):
     assert done.stdout == "True cdd nccl32 GoSGD\n3 4\n", done.stderr
     done = run_program(tmp_path)
     assert "theanompi.models: layers, models and data are those of your copy of Theano-MPI" in done.stdout, done.stderr
-    assert sum(getattr(finder, "function", None) is import_hooks.find_theanompi for finder in sys.meta_path) == 1
+    assert sum(getattr(finder, "hook", None) is import_hooks.find_theanompi for finder in sys.meta_path) == 1
 
 
 def test_class_attributes_of_rules_become_settings(tmp_path, monkeypatch):

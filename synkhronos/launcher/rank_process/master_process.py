@@ -30,7 +30,7 @@ from synkhronos.programs import run
 from synkhronos.ranks import WorkerError, get_last_death, get_last_host, get_session
 from synkhronos.ranks.child_process import exit_with_parent
 from synkhronos.ranks.errors import Death, describe_rank
-from synkhronos.startup import fork_bound
+from synkhronos.startup import fork_bound_to_cores
 from synkhronos.timelines import timeline
 from synkhronos.training.loops.stop_signals import StopSignalHandler, get_requested_stop
 
@@ -99,7 +99,7 @@ def _train(settings: Settings, arguments: MasterArguments) -> int:
     if arguments.remote_output_pipe is not None:
         hosts_output = open(arguments.remote_output_pipe, "w", buffering=1, encoding="utf-8", errors="backslashreplace")
     devices, cores = list(settings.devices), arguments.rank_cores
-    fork_bound(len(devices), settings.on_gpu, cores, settings.hosts, hosts_output)
+    fork_bound_to_cores(len(devices), settings.on_gpu, cores, settings.hosts, hosts_output)
     ranks_by_host = get_session().ranks_by_host
     processes = run(rank_functions.prepare_rank, arguments, devices, ranks_by_host)
     (Path(settings.folder) / PROCESSES_FILE).write_text(json.dumps(processes))

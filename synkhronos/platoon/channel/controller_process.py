@@ -82,7 +82,7 @@ def start_controller(
 
 def run_file(file: str, arguments: Sequence[str]) -> None:
     """Run a file as the main program, with its folder first in ``sys.path``, and this package as ``platoon``."""
-    import_hooks.replace_platoon()
+    import_hooks.override_platoon()
     path = os.path.abspath(file)
     sys.argv = [file, *arguments]
     sys.path.insert(0, os.path.dirname(path))

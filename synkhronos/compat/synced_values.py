@@ -1,4 +1,7 @@
-"""``shared.container.value.sync()``, by which Theano's programs wait for a GPU."""
+"""Values of shared variables with a method ``sync``: Theano's programs call it to wait for a GPU.
+
+The call is ``shared.container.value.sync()``.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ def get_synced_value(container: Any) -> Any:
 
 
 def set_synced_value(container: Any, value: Any) -> None:
-    """Set a container's value."""
+    """Set a container's value, which may have a method ``sync``."""
     container.data = _to_plain_array(value)
 
 
@@ -61,8 +64,8 @@ def get_value(self: Any, borrow: bool = False, return_internal_type: bool = Fals
     return value if borrow else copy.deepcopy(value)
 
 
-def patch_library(container_class: Any, shared_class: Any) -> None:
-    """Patch a library: the ``value`` of a container gets a method ``sync``, and ``get_value`` returns plain values."""
+def add_sync_method(container_class: Any, shared_class: Any) -> None:
+    """Patch a library's classes: a container's ``value`` gets a method ``sync``, ``get_value`` returns plain values."""
     if container_class.value.fget is not get_synced_value:
         container_class.value = property(get_synced_value, set_synced_value)
         shared_class.get_value = get_value
