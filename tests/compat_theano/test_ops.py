@@ -90,8 +90,8 @@ def test_fast_run_is_the_numba_mode():
 CONVOLUTIONS = [
     (Conv(1, "half", (2,)), (2, 2, 7), (3, 2, 3)),
     (Conv(2), (2, 2, 5, 4), (3, 2, 3, 2)),
-    (Conv(2, "full", (2, 1), (1, 2), flip=False), (2, 2, 5, 4), (3, 2, 2, 2)),
-    (Conv(2, ((1, 0), (2, 1)), (2, 2), groups=2), (2, 4, 5, 6), (4, 2, 3, 2)),
+    (Conv(2, "full", (2, 1), (1, 2), flips_filters=False), (2, 2, 5, 4), (3, 2, 2, 2)),
+    (Conv(2, ((1, 0), (2, 1)), (2, 2), n_groups=2), (2, 4, 5, 6), (4, 2, 3, 2)),
     (Conv(3, "half", (1, 2, 1)), (1, 2, 3, 4, 3), (2, 2, 2, 3, 1)),
 ]
 
@@ -117,13 +117,13 @@ def test_conv_equals_its_definition(data):
     stride, dilation = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2))
     padding = data.draw(st.sampled_from(["valid", "full", "half", ((2, 0),), ((0, 1),)]))
     length = data.draw(st.integers((kernel - 1) * dilation + 1, 8))
-    op = Conv(1, padding, (stride,), (dilation,), flip=data.draw(st.booleans()))
+    op = Conv(1, padding, (stride,), (dilation,), flips_filters=data.draw(st.booleans()))
     # The number of examples of Hypothesis varies from run to run; the draws of later tests must not depend on it.
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     x, w = rng.normal(size=(2, 2, length)), rng.normal(size=(3, 2, kernel))
-    ((before, behind),) = op.get_padding((kernel,))
+    ((before, behind),) = op.resolve_padding((kernel,))
     padded = np.pad(x, [(0, 0), (0, 0), (before, behind)])
-    filters = w[:, :, ::-1] if op.flip else w
+    filters = w[:, :, ::-1] if op.flips_filters else w
     (out,) = op.compute_output_lengths((length,), (kernel,))
     expected = np.zeros((2, 3, out))
     for t in range(out):
@@ -217,11 +217,11 @@ def test_pool_refuses_wrong_settings():
         Pool((2, 2), (2, 2), (0, 0), "max", True)(pt.vector())
 
 
-@pytest.mark.parametrize("max_bits", [64, 5])
+@pytest.mark.parametrize("max_marked_elements", [64, 5])
 @pytest.mark.parametrize("settings", [*POOLS, ((3, 3), (2, 2), (1, 1), True)])
-def test_max_pool_and_gradient_in_the_gpu_lowering_equal_numpy(settings, max_bits, monkeypatch):
+def test_max_pool_and_gradient_in_the_gpu_lowering_equal_numpy(settings, max_marked_elements, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr("synkhronos.compat.ops.pooling.MAX_BITS", max_bits)
+    monkeypatch.setattr("synkhronos.compat.ops.pooling.MAX_MARKED_ELEMENTS", max_marked_elements)
     window, stride, pad, ignore = settings
     op = Pool(window, stride, pad, "max", ignore)
     x = RNG.integers(4, size=(2, 3, 7, 8)).astype("float64")  # with equal maxima in a window
@@ -640,7 +640,7 @@ def test_xla_max_pool_gradient_with_equal_maxima_equals_numpy(data):
 
 STRIDES = [
     (Conv(2, "half", (2, 2)), (2, 3, 9, 8), (4, 3, 7, 5)),
-    (Conv(2, ((0, 2), (1, 0)), (4, 3), flip=False), (2, 1, 12, 11), (3, 1, 4, 5)),
+    (Conv(2, ((0, 2), (1, 0)), (4, 3), flips_filters=False), (2, 1, 12, 11), (3, 1, 4, 5)),
     (Conv(1, "valid", (3,)), (2, 4, 14), (3, 4, 3)),
     (Conv(3, "half", (2, 2, 2)), (1, 2, 5, 6, 7), (3, 2, 3, 3, 3)),
 ]
@@ -660,7 +660,7 @@ def test_strided_conv_of_few_channels_in_the_gpu_lowering_equals_numpy(op, x, w,
     monkeypatch.setattr(
         convolution,
         "_convolve_with_xla",
-        lambda op, x, w: given_to_xla.append((op.stride, x.shape[1])) or convolve(op, x, w),
+        lambda op, x, w: given_to_xla.append((op.strides, x.shape[1])) or convolve(op, x, w),
     )
     for actual, value in zip(compute_in_mode("JAX", kinds, outputs, *values), expected, strict=True):
         np.testing.assert_allclose(actual, value, atol=1e-10)

@@ -140,8 +140,8 @@ def test_bfloat16_results_keep_float32_if_they_are_returned(build_outputs, expec
 
 CONVOLUTIONS = [
     (Conv(2, "half"), (2, 3, 7, 6), (4, 3, 3, 3)),
-    (Conv(2, "half", (2, 2), flip=False), (2, 3, 7, 6), (4, 3, 3, 3)),
-    (Conv(2, "valid", (2, 1), (1, 2), groups=2), (2, 4, 7, 6), (4, 2, 2, 2)),
+    (Conv(2, "half", (2, 2), flips_filters=False), (2, 3, 7, 6), (4, 3, 3, 3)),
+    (Conv(2, "valid", (2, 1), (1, 2), n_groups=2), (2, 4, 7, 6), (4, 2, 2, 2)),
     (Conv(1), (2, 3, 9), (4, 3, 3)),
     (Conv(3), (2, 3, 5, 4, 5), (2, 3, 2, 2, 2)),
 ]

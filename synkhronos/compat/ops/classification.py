@@ -1,7 +1,8 @@
 """Softmax and crossentropy with stable gradients.
 
-A probability that rounds to zero has no finite logarithm, and no gradient.  The gradient through softmax is therefore
-built without a division by probabilities, and a rewrite computes the crossentropy of softmax from the scores.
+With probabilities ``p = softmax(scores)``, the gradient is ``p * g - p * sum(p * g)``.  The crossentropy of a row is
+``-log(p[class])``.  A probability that rounds to zero has no finite logarithm, and no gradient.  The gradient is
+therefore built without a division by probabilities, and a rewrite computes the crossentropy from the scores.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ class Softmax(special.Softmax):
 
 
 def _multiply_and_cancel(g: Any, p: Any) -> Any:
-    """Return ``g * p``; divisions by ``p`` within ``g`` are cancelled."""
+    """Return ``g * p`` with divisions by ``p`` within the expression ``g`` cancelled; both have one shape."""
     if g.owner is not None and g.type.ndim == p.type.ndim:
         op, inputs = g.owner.op, g.owner.inputs
         if isinstance(op, Elemwise):
-            if op == pt.true_div and (inputs[1] is p or _is_masked_quotient(inputs[0], inputs[1], p)):
+            if op == pt.true_div and (inputs[1] is p or _match_masked_quotient(inputs[0], inputs[1], p)):
                 return inputs[0] + pt.zeros_like(p) if inputs[0].type.ndim != p.type.ndim else inputs[0]
             if op == pt.neg:
                 return -_multiply_and_cancel(inputs[0], p)
@@ -47,7 +48,7 @@ def _multiply_and_cancel(g: Any, p: Any) -> Any:
     return g * p
 
 
-def _is_masked_quotient(numerator: Any, denominator: Any, p: Any) -> bool:
+def _match_masked_quotient(numerator: Any, denominator: Any, p: Any) -> bool:
     """Whether the operands are ``switch(c, x, 0)`` and ``switch(c, p, y)``: p times their quotient is the numerator."""
     if any(v.owner is None or v.owner.op != pt.switch for v in (numerator, denominator)):
         return False
@@ -59,10 +60,12 @@ def _is_masked_quotient(numerator: Any, denominator: Any, p: Any) -> bool:
 class ClassCrossentropy(NumpyOp):
     """Minus the logarithm of the probability of each row's class.
 
+    Inputs: probabilities (rows, classes) of floats, and the classes (rows,) of integers.  The output is (rows,).
+
     Parameters
     ----------
     takes_log_probabilities : bool
-        Whether the input has log-probabilities.
+        Whether the first input has the logarithms of probabilities.
     """
 
     __props__ = ("takes_log_probabilities",)
@@ -80,11 +83,11 @@ class ClassCrossentropy(NumpyOp):
         return Apply(self, [p, classes], [TensorType(p.dtype, shape=classes.type.shape)()])
 
     def compute_output_shape(self, p: Any, classes: Any) -> tuple[Any, ...]:
-        """Return the shape of a vector with an element for each row."""
+        """Return the shape (rows,)."""
         return (p[0],)
 
     def compute(self, p: np.ndarray, classes: np.ndarray) -> np.ndarray:
-        """Select each row's probability, and compute its logarithm."""
+        """Select the probability of each row's class, and compute its logarithm."""
         if len(p) != len(classes):
             raise ValueError(f"classes: expected {len(p)}, one for each row of probabilities, got {len(classes)}")
         picked = p[np.arange(len(p)), classes]
@@ -102,7 +105,7 @@ class ClassCrossentropy(NumpyOp):
         is_class = pt.eq(pt.arange(p.shape[1]), classes[:, None])
         gradient = pt.switch(is_class, -g[:, None], np.zeros((), p.dtype))
         if not self.takes_log_probabilities:
-            # Other probabilities may be 0.
+            # The probabilities of other classes may be 0.
             gradient = gradient / pt.switch(is_class, p, np.ones((), p.dtype))
         return [gradient, disconnected_type()]
 

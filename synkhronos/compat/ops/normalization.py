@@ -1,4 +1,13 @@
-"""Batch normalization by the statistics of the batch, and its gradient in closed form.
+"""Batch normalization by the statistics of the batch, and its gradient in closed form (arXiv:1502.03167, section 3).
+
+With the mean and the variance of the n elements of x on the normalized axes, and dy, the gradient with respect to y::
+
+    invstd = 1 / sqrt(variance + epsilon)         dshift = sum(dy)
+    normalized = (x - mean) * invstd              dscale = sum(dy * normalized)
+    y = normalized * scale + shift                dx = scale * invstd * (dy - (dshift + normalized * dscale) / n)
+
+Arrays x, y, dx and dy have one shape.  Scale, shift, statistics and their gradients have length 1 on the normalized
+axes.  All are floats.
 
 Memory traffic dominates the time.  XLA computes each of the Ops in two passes, one that sums and one that writes.
 Plain expressions and their gradients would be compiled to slower kernels, and sums computed several times.
@@ -43,7 +52,7 @@ class _BatchNorm(NumpyOp):
         return math.prod(shape[axis] for axis in self.axes)
 
     def select_reference(self, x: Any, array_module: Any = np) -> Any:
-        """Return one element of each sum, which is subtracted from all; zeros for empty sums.
+        """Return one element of each sum, to be subtracted from the others, or zeros for empty sums.
 
         Sums of numbers far from zero have large rounding errors, and so has the difference of the mean square and the
         squared mean.
@@ -59,7 +68,7 @@ class _BatchNorm(NumpyOp):
 
 
 class BatchNormTrain(_BatchNorm):
-    """Batch normalization: ``y = (x - mean) * invstd * scale + shift``.
+    """Batch normalization.  Inputs: x, scale and shift; outputs: y, mean and invstd.
 
     Parameters
     ----------
@@ -106,7 +115,7 @@ class BatchNormTrain(_BatchNorm):
         return parameter
 
     def connection_pattern(self, node: Any) -> list[list[bool]]:
-        """Mark statistics as independent of scale and shift."""
+        """Return the outputs that depend on each input: the statistics depend on x only."""
         return [[True, True, True], [True, False, False], [True, False, False]]
 
     def check_parameter_shapes(self, x: Any, *parameters: Any) -> None:
@@ -117,16 +126,16 @@ class BatchNormTrain(_BatchNorm):
                 raise ValueError(f"scale, shift: expected shape {expected} for {x.shape}, got {parameter.shape}")
 
     def compute(self, x: np.ndarray, scale: np.ndarray, shift: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Compute the variance from centred values."""
+        """Compute the variance from centered values."""
         self.check_parameter_shapes(x, scale, shift)
         wide = x.astype(np.result_type(x, np.float32), copy=False)
         reference = self.select_reference(wide)
-        distance = wide - reference
-        offset = distance.mean(axis=self.axes, keepdims=True)
-        centred = distance - offset
-        var = np.square(centred).mean(axis=self.axes, keepdims=True)
+        shifted = wide - reference
+        offset = shifted.mean(axis=self.axes, keepdims=True)
+        centered = shifted - offset
+        var = np.square(centered).mean(axis=self.axes, keepdims=True)
         invstd = 1 / np.sqrt(var + self.epsilon)
-        return centred * (scale * invstd) + shift, reference + offset, invstd
+        return centered * (scale * invstd) + shift, reference + offset, invstd
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
         """Return the gradients."""
@@ -138,14 +147,14 @@ class BatchNormTrain(_BatchNorm):
             dx, dscale, dshift = BatchNormTrainGrad(self.axes)(x, dy, scale, mean, invstd)
             terms.append(dx)
         if statistic_grads[0] is not None:
-            terms.append(pt.zeros_like(x) + statistic_grads[0] / _count_elements(x, self.axes))
+            terms.append(pt.zeros_like(x) + statistic_grads[0] / _build_element_count(x, self.axes))
         if statistic_grads[1] is not None:
-            terms.append((x - mean) * (-statistic_grads[1] * invstd**3 / _count_elements(x, self.axes)))
+            terms.append((x - mean) * (-statistic_grads[1] * invstd**3 / _build_element_count(x, self.axes)))
         return [sum(terms[1:], terms[0]), dscale, dshift]
 
 
 class BatchNormTrainGrad(_BatchNorm):
-    """The gradient of `BatchNormTrain`'s first output with respect to its inputs.
+    """Gradient of `BatchNormTrain`'s first output.  Inputs: x, dy, scale, mean, invstd.  Outputs: dx, dscale, dshift.
 
     Parameters
     ----------
@@ -168,7 +177,7 @@ class BatchNormTrainGrad(_BatchNorm):
     def compute_gradients(
         self, count: Any, x: Any, dy: Any, scale: Any, mean: Any, invstd: Any
     ) -> tuple[Any, Any, Any]:
-        """Return the gradients with respect to array, scale and shift, of NumPy arrays or of variables."""
+        """Return dx, dscale and dshift, computed from NumPy arrays or from variables."""
         normalized = (x - mean) * invstd
         dshift = dy.sum(axis=self.axes, keepdims=True)
         dscale = (dy * normalized).sum(axis=self.axes, keepdims=True)
@@ -184,7 +193,8 @@ class BatchNormTrainGrad(_BatchNorm):
         """Return the gradients of the expression of `compute_gradients`."""
         # The inputs are copied, since one may depend on another.
         copies = x, *arguments = [v.copy() for v in inputs]
-        pairs = zip(self.compute_gradients(_count_elements(x, self.axes), x, *arguments), output_grads, strict=True)
+        gradients = self.compute_gradients(_build_element_count(x, self.axes), x, *arguments)
+        pairs = zip(gradients, output_grads, strict=True)
         # They are copied again, since the gradient stops at variables in known_grads, but x's passes through both sums.
         known_grads = {v.copy(): g for v, g in pairs if not isinstance(g.type, DisconnectedType)}
         return list(grad(None, copies, known_grads=known_grads, disconnected_inputs="ignore"))
@@ -217,14 +227,14 @@ class RectifiedBatchNormTrainGrad(_BatchNorm):
 
 
 @node_rewriter([BatchNormTrainGrad])
-def _compute_sign_from_input(fgraph: Any, node: Any) -> list[Any] | None:
+def _rewrite_rectified_gradient(fgraph: Any, node: Any) -> list[Any] | None:
     """Replace the gradient of a normalization that a rectifier follows, unless others read the rectifier's gradient."""
     x, dy, scale, mean, invstd = node.inputs
-    masked = match_masked_gradient(dy.owner)
-    if masked is None or len(fgraph.clients[dy]) > 1:
+    match = match_masked_gradient(dy.owner)
+    if match is None or len(fgraph.clients[dy]) > 1:
         return None
-    rectified, g = masked[0].owner, masked[1]
-    y = rectified.inputs[0] if is_rectifier(rectified) else None
+    rectifier_node, g = match[0].owner, match[1]
+    y = rectifier_node.inputs[0] if is_rectifier(rectifier_node) else None
     if y is None or y.owner is None or not isinstance(y.owner.op, BatchNormTrain):
         return None
     norm = y.owner
@@ -235,11 +245,12 @@ def _compute_sign_from_input(fgraph: Any, node: Any) -> list[Any] | None:
 
 # This rewrite runs after the canonical form, which may replace the operands of the switch.
 optdb.register(
-    "compute_sign_from_input", in2out(_compute_sign_from_input, name="compute_sign_from_input"), "jax", position=48.2
+    "rectified_gradient", in2out(_rewrite_rectified_gradient, name="rectified_gradient"), "jax", position=48.2
 )
 
 
-def _count_elements(x: Any, axes: Sequence[int]) -> Any:
+def _build_element_count(x: Any, axes: Sequence[int]) -> Any:
+    """Return the number of elements of a sum over axes, as an expression in the dtype of x."""
     return pt.cast(pt.prod([x.shape[axis] for axis in axes]), x.dtype)
 
 
@@ -267,9 +278,9 @@ def _lower_batch_norm_train(op: BatchNormTrain, x: Any, scale: Any, shift: Any) 
     op.check_parameter_shapes(x, scale, shift)
     x_wide = x.astype(_choose_sum_dtype(x))
     reference = op.select_reference(x_wide, jnp)
-    distance = x_wide - reference
-    offset, square = (s / op.count_elements(x.shape) for s in _sum_together(op, distance, jnp.square(distance)))
-    var = jnp.maximum(square - jnp.square(offset), 0)
+    shifted = x_wide - reference
+    offset, mean_square = (s / op.count_elements(x.shape) for s in _sum_together(op, shifted, jnp.square(shifted)))
+    var = jnp.maximum(mean_square - jnp.square(offset), 0)
     mean, invstd = offset + reference, 1 / jnp.sqrt(var + op.epsilon)
     y = (x_wide - mean) * (scale * invstd) + shift
     return y.astype(scale.dtype), mean.astype(_get_graph_dtype(x)), invstd.astype(_get_graph_dtype(x))
@@ -279,7 +290,8 @@ def _lower_batch_norm_train(op: BatchNormTrain, x: Any, scale: Any, shift: Any) 
 def _lower_batch_norm_train_grad(op: BatchNormTrainGrad, *inputs: Any) -> Any:
     wide = _choose_sum_dtype(*inputs)
     x, dy, *per_channel = (v.astype(wide) for v in inputs)
-    return _combine_sums(op, inputs, per_channel, _sum_gradients(op, x, dy, per_channel), x, dy)
+    sums = _compute_parameter_gradients(op, x, dy, per_channel)
+    return _compute_gradients_from_sums(op, inputs, per_channel, sums, x, dy)
 
 
 @register_lowering(RectifiedBatchNormTrainGrad)
@@ -292,14 +304,14 @@ def _lower_rectified_batch_norm_train_grad(op: RectifiedBatchNormTrainGrad, *inp
 
     wide = _choose_sum_dtype(*inputs)
     x, dy, *per_channel = (v.astype(wide) for v in inputs)
-    sums = _sum_gradients(op, x, mask_gradient(*per_channel), per_channel)
+    sums = _compute_parameter_gradients(op, x, mask_gradient(*per_channel), per_channel)
     # The barrier keeps XLA from computing the masked gradient only once, since it would write it to memory.
     per_channel, sums = lax.optimization_barrier((per_channel, sums))
-    return _combine_sums(op, inputs, per_channel, sums, x, mask_gradient(*per_channel))
+    return _compute_gradients_from_sums(op, inputs, per_channel, sums, x, mask_gradient(*per_channel))
 
 
-def _sum_gradients(op: _BatchNorm, x: Any, dy: Any, per_channel: Sequence[Any]) -> Sequence[Any]:
-    """Return the gradients with respect to scale and shift; ``per_channel`` starts with scale, mean and invstd."""
+def _compute_parameter_gradients(op: _BatchNorm, x: Any, dy: Any, per_channel: Sequence[Any]) -> Sequence[Any]:
+    """Return dscale and dshift; ``per_channel`` starts with scale, mean and invstd."""
     _, mean, invstd, *_ = per_channel
     dscale, dshift = _sum_together(op, dy * (x - mean), dy)
     return dscale * invstd, dshift
@@ -320,14 +332,14 @@ def _sum_together(op: _BatchNorm, a: Any, b: Any) -> Sequence[Any]:
     return [jnp.expand_dims(s, op.axes) for s in sums]
 
 
-def _combine_sums(
+def _compute_gradients_from_sums(
     op: _BatchNorm, inputs: Sequence[Any], per_channel: Sequence[Any], sums: Sequence[Any], x: Any, dy: Any
 ) -> tuple[Any, Any, Any]:
-    """Return the gradients with respect to array, scale and shift, in the dtypes of the graph."""
+    """Return dx, dscale and dshift in the dtypes of the graph; ``sums`` are dscale and dshift."""
     (scale, mean, invstd, *_), (dscale, dshift) = per_channel, sums
-    # Factors of each channel are combined first, so that two products for each element remain.
+    # The factors of a channel are multiplied first, so that two products remain for each element.
     dy_factor = scale * invstd
-    centred_factor = -dy_factor * invstd * dscale / op.count_elements(x.shape)
+    centered_factor = -dy_factor * invstd * dscale / op.count_elements(x.shape)
     constant = -dy_factor * dshift / op.count_elements(x.shape)
-    dx = dy_factor * dy + centred_factor * (x - mean) + constant
+    dx = dy_factor * dy + centered_factor * (x - mean) + constant
     return dx.astype(_get_graph_dtype(inputs[0])), dscale.astype(inputs[2].dtype), dshift.astype(inputs[2].dtype)

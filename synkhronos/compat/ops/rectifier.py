@@ -1,4 +1,4 @@
-"""The rectifier ``max(x, 0)``, whose gradient needs its output only."""
+"""The rectifier ``y = max(x, 0)``, elementwise.  Its gradient needs only y: it is the gradient of y where ``y > 0``."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def is_rectifier(node: Any) -> bool:
 
 
 def match_masked_gradient(node: Any) -> tuple[Any, Any] | None:
-    """Return y and g, if an Apply node computes a rectifier's gradient: g, or 0 where its output y is not positive."""
+    """Return (y, g) if an Apply node, or None, computes ``switch(y <= 0, 0, g)``, a rectifier's gradient; else None."""
     if not _is_elementwise(node, Switch):
         return None
     is_masked, zeros, g = node.inputs

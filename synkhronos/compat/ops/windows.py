@@ -1,6 +1,15 @@
 """Windows of an array as columns (im2col), and the transposed operation (col2im).
 
-Loops run over the few positions within a window, never over the windows.
+A *window* is a part of an array, with a *position* for each of its elements.  There is a window for each element of the
+output.  On one axis, with windows of 3 elements and a stride of 2::
+
+    array       a b c d e f g
+    window 0    a b c
+    window 1        c d e
+    window 2            e f g       the elements at position 1 of all windows: b d f, array[1:6:2]
+
+Loops run over the few positions, never over the windows.  Names ending in ``lengths`` are the lengths of the spatial
+axes: of the array, of a window, or of the output.
 """
 
 from __future__ import annotations
@@ -25,42 +34,52 @@ def to_integer(value: Any) -> int:
 
 
 def iterate_positions(
-    window_lengths: Sequence[int], output_lengths: Sequence[int], stride: Sequence[int], dilation: Sequence[int]
+    window_lengths: Sequence[int], output_lengths: Sequence[int], strides: Sequence[int], dilations: Sequence[int]
 ) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
-    """Yield each position in a window, and the slices that select its elements in all windows."""
+    """Yield each position in a window, and the slices of the array that select its elements in all windows."""
     for position in itertools.product(*map(range, window_lengths)):
-        starts = [p * d for p, d in zip(position, dilation, strict=True)]
-        axes = zip(starts, output_lengths, stride, strict=True)
-        yield position, tuple(slice(start, start + (n - 1) * step + 1, step) for start, n, step in axes)
+        starts = [p * d for p, d in zip(position, dilations, strict=True)]
+        axes = zip(starts, output_lengths, strides, strict=True)
+        yield position, tuple(slice(start, start + (n - 1) * stride + 1, stride) for start, n, stride in axes)
 
 
 def unfold(
     array: np.ndarray,
     window_lengths: Sequence[int],
     output_lengths: Sequence[int],
-    stride: Sequence[int],
-    dilation: Sequence[int],
+    strides: Sequence[int],
+    dilations: Sequence[int],
 ) -> np.ndarray:
-    """Return the windows of an array (batch, channel, *spatial) as (batch, channel, *window, *output)."""
+    """Return the windows of an array (batch, channels, *array lengths) as columns.
+
+    The columns have the shape (batch, channels, *window lengths, *output lengths).
+    """
     columns: Any = np.empty((*array.shape[:2], *window_lengths, *output_lengths), array.dtype)
-    for position, elements in iterate_positions(window_lengths, output_lengths, stride, dilation):
+    for position, elements in iterate_positions(window_lengths, output_lengths, strides, dilations):
         columns[(slice(None), slice(None), *position)] = array[(slice(None), slice(None), *elements)]
     return columns
 
 
-def fold(columns: Any, spatial_shape: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> np.ndarray:
-    """Return the sum (batch, channel, *spatial) of windows (batch, channel, *window, *output), at their positions."""
-    n = len(spatial_shape)
-    array: Any = np.zeros((*columns.shape[:2], *spatial_shape), columns.dtype)
-    for position, elements in iterate_positions(columns.shape[2 : 2 + n], columns.shape[2 + n :], stride, dilation):
+def fold(columns: Any, array_lengths: Sequence[int], strides: Sequence[int], dilations: Sequence[int]) -> np.ndarray:
+    """Return the array (batch, channels, *array lengths) that is the sum of windows, each at its place.
+
+    The columns have the shape of the result of `unfold`, whose transposed operation this is.
+    """
+    n = len(array_lengths)
+    array: Any = np.zeros((*columns.shape[:2], *array_lengths), columns.dtype)
+    for position, elements in iterate_positions(columns.shape[2 : 2 + n], columns.shape[2 + n :], strides, dilations):
         array[(slice(None), slice(None), *elements)] += columns[(slice(None), slice(None), *position)]
     return array
 
 
-def pad_zeros(array: Any, before: Sequence[int], lengths: Sequence[int]) -> Any:
-    """Return a JAX array padded with zeros on its last axes: ``before`` each, and after it up to ``lengths``."""
+def pad_zeros(array: Any, padding_before: Sequence[int], padded_lengths: Sequence[int]) -> Any:
+    """Return a JAX array with its last axes padded by zeros: by ``padding_before``, and after it to ``padded_lengths``.
+
+    A negative padding after the array removes elements.
+    """
     from jax import lax
 
-    lead = array.ndim - len(lengths)
-    gaps = [(a, n - a - m, 0) for a, n, m in zip(before, lengths, array.shape[lead:], strict=True)]
-    return lax.pad(array, np.zeros((), array.dtype), [(0, 0, 0)] * lead + gaps)
+    n_leading = array.ndim - len(padded_lengths)
+    axes = zip(padding_before, padded_lengths, array.shape[n_leading:], strict=True)
+    padding = [(before, total - before - length, 0) for before, total, length in axes]
+    return lax.pad(array, np.zeros((), array.dtype), [(0, 0, 0)] * n_leading + padding)

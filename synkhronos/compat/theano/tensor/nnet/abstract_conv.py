@@ -96,7 +96,7 @@ def _conv_grad_wrt_inputs(
 
 def _compute_input_grad(op: Any, output_grad: Any, filters: Any, input_shape: Any) -> Any:
     g, w = pt.as_tensor_variable(output_grad), pt.as_tensor_variable(filters)
-    default_lengths = [g.shape[0], w.shape[1] * op.groups, *[None] * op.n_spatial]
+    default_lengths = [g.shape[0], w.shape[1] * op.n_groups, *[None] * op.n_spatial]
     return op(w, g, _make_placeholder(input_shape, default_lengths, w.dtype))
 
 
@@ -109,7 +109,7 @@ def _conv_grad_wrt_weights(
 
 def _compute_filter_grad(op: Any, input: Any, output_grad: Any, filter_shape: Any) -> Any:
     x, g = pt.as_tensor_variable(input), pt.as_tensor_variable(output_grad)
-    default_lengths = [g.shape[1], x.shape[1] // op.groups, *[None] * op.n_spatial]
+    default_lengths = [g.shape[1], x.shape[1] // op.n_groups, *[None] * op.n_spatial]
     return op(x, g, _make_placeholder(filter_shape, default_lengths, x.dtype))
 
 
