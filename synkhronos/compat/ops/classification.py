@@ -21,8 +21,6 @@ from pytensor.tensor.type import TensorType
 
 from synkhronos.lowering.numpy_op import NumpyOp, register_lowering
 
-__all__ = ["ClassCrossentropy", "Softmax"]
-
 
 class Softmax(special.Softmax):
     """PyTensor's softmax, with a gradient that cancels divisions by its probabilities."""

@@ -30,8 +30,6 @@ from pytensor.tensor.type import TensorType
 from synkhronos.compat.ops.windows import fold, pad_zeros, unfold
 from synkhronos.lowering.numpy_op import NumpyOp, register_lowering
 
-__all__ = ["Conv", "ConvGradInputs", "ConvGradWeights", "Padding"]
-
 #: "valid", "full", "half", or the padding before and after each axis.
 Padding = str | tuple[tuple[int, int], ...]
 

@@ -31,8 +31,6 @@ from pytensor.tensor.type import TensorType
 from synkhronos.compat.ops.rectifier import is_rectifier, match_masked_gradient
 from synkhronos.lowering.numpy_op import NumpyOp, register_lowering
 
-__all__ = ["BatchNormTrain", "BatchNormTrainGrad", "RectifiedBatchNormTrainGrad"]
-
 
 class _BatchNorm(NumpyOp):
     """Base class of batch normalization and its gradient."""

@@ -27,8 +27,6 @@ from synkhronos.compat.ops.rectifier import match_masked_gradient
 from synkhronos.compat.ops.windows import iterate_positions, pad_zeros
 from synkhronos.lowering.numpy_op import NumpyOp, register_lowering
 
-__all__ = ["MODES", "MaxPoolGrad", "MaxPoolGradGrad", "Pool", "SumPoolGrad"]
-
 MODES = ("max", "sum", "average_inc_pad", "average_exc_pad")
 #: Maximal number of elements of a window for which the bits of an integer mark the maximal ones.
 MAX_MARKED_ELEMENTS = 64

@@ -12,8 +12,6 @@ from pytensor.scalar import LE, Switch
 from pytensor.scalar.basic import Maximum, upcast_out
 from pytensor.tensor.elemwise import Elemwise
 
-__all__ = ["is_rectifier", "rectifier", "match_masked_gradient"]
-
 
 def rectifier(x: Any) -> Any:
     """Return ``max(x, 0)``."""

@@ -22,8 +22,6 @@ import numpy as np
 import pytensor.tensor as pt
 from pytensor.tensor.exceptions import NotScalarConstantError
 
-__all__ = ["fold", "to_integer", "iterate_positions", "unfold", "pad_zeros"]
-
 
 def to_integer(value: Any) -> int:
     """Convert a number or a constant variable to an integer."""

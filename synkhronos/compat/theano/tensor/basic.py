@@ -135,7 +135,7 @@ tensor3, tensor4, tensor5, tensor6, tensor7 = (_make_constructor(f"tensor{n}") f
 
 
 def tensor(dtype: Any = None, broadcastable: Iterable[bool] | None = None, name: Any = None, **kwargs: Any) -> Any:
-    """Return a symbolic variable, by Theano's arguments, or without a pattern by PyTensor's.
+    """Return a symbolic variable.  The arguments are Theano's or, without ``broadcastable``, PyTensor's.
 
     Examples
     --------
@@ -161,7 +161,7 @@ def flatten(x: Any, ndim: int | None = None, outdim: int | None = None) -> Any:
 
 
 def stack(*tensors: Any, **kwargs: Any) -> Any:
-    """Stack tensors along a new axis; they are a list, or as in old programs separate arguments."""
+    """Stack tensors along a new axis.  They are passed as a list or, in old programs, as separate arguments."""
     if "tensors" in kwargs:
         tensors = (kwargs.pop("tensors"), *tensors)
     axis = kwargs.get("axis", 0)
@@ -255,12 +255,12 @@ def topk_and_argtopk(
         x, axis = x.flatten(), 0
     order = pt.argsort(x, axis=axis)
     if isinstance(kth, int):
-        part = slice(-kth, None) if kth > 0 else slice(None, -kth)
+        selected = slice(-kth, None) if kth > 0 else slice(None, -kth)
     else:
         n = x.shape[axis]
-        part = slice(pt.switch(pt.lt(kth, 0), 0, n - kth), pt.switch(pt.lt(kth, 0), -kth, n))
-    where = order[(slice(None),) * (axis % x.ndim) + (part,)]
-    return [pt.take_along_axis(x, where, axis=axis), where.astype(idx_dtype)]
+        selected = slice(pt.switch(pt.lt(kth, 0), 0, n - kth), pt.switch(pt.lt(kth, 0), -kth, n))
+    indexes = order[(slice(None),) * (axis % x.ndim) + (selected,)]
+    return [pt.take_along_axis(x, indexes, axis=axis), indexes.astype(idx_dtype)]
 
 
 def topk(x: Any, kth: Any, axis: int = -1, sorted: bool = True, idx_dtype: str = "int64") -> Any:

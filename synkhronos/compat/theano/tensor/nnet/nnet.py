@@ -130,15 +130,16 @@ def h_softmax(
 ) -> Any:
     """Return hierarchical softmax in two levels (Goodman, arXiv:cs/0108006): all probabilities, or the targets'.
 
-    ``W1`` and ``b1`` are the weights of the classes, ``W2`` and ``b2`` the weights of the outputs of each class.
+    ``x`` is (batch_size, features).  ``W1`` (features, n_classes) and ``b1`` are the weights of the classes, ``W2``
+    (n_classes, features, n_outputs_per_class) and ``b2`` the weights of the outputs of each class.
     """
-    classes = softmax(pt.dot(x, W1) + b1)
+    class_probabilities = softmax(pt.dot(x, W1) + b1)
     if target is None:
         scores = pt.tensordot(x, W2, [[1], [1]]) + b2
-        within = softmax(scores.reshape((-1, n_outputs_per_class))).reshape((batch_size, n_classes, -1))
-        return (classes[:, :, None] * within).reshape((batch_size, -1))[:, :n_outputs]
+        within_class = softmax(scores.reshape((-1, n_outputs_per_class))).reshape((batch_size, n_classes, -1))
+        return (class_probabilities[:, :, None] * within_class).reshape((batch_size, -1))[:, :n_outputs]
     target = target.flatten()
-    its_class, inside = target // n_outputs_per_class, target % n_outputs_per_class
-    scores = pt.matmul(x[:, None, :], W2[its_class])[:, 0] + b2[its_class]
+    target_class, target_output = target // n_outputs_per_class, target % n_outputs_per_class
+    scores = pt.matmul(x[:, None, :], W2[target_class])[:, 0] + b2[target_class]
     rows = pt.arange(batch_size)
-    return classes[rows, its_class] * softmax(scores)[rows, inside]
+    return class_probabilities[rows, target_class] * softmax(scores)[rows, target_output]
