@@ -401,7 +401,7 @@ QUICK_TESTS = list_test_files(
 #: Tests that `test --all` runs with a newer Python, in a minute: processes, signals, threads, pickles, data, training.
 NEWER = list_test_files(
     *("commands", "processes", "signals", "threads", "unpicklable", "replacement", "inherited_settings"),
-    *("data", "copies", "graphs", "rank_programs", "seed_example", "checkpoint", "trainer_resume"),
+    *("data", "copies", "graphs", "rank_programs", "seed_example", "checkpoint_folder", "trainer_resume"),
 )
 #: Tests that start programs of their own and wait for them; a job of their own.
 PROGRAM_TESTS = list_test_files("demos", "docs")

@@ -23,7 +23,7 @@ from text import Text, load_text
 from transformer import Transformer, build_transformer, is_matrix
 
 import synkhronos as synk
-from synkhronos.training import Checkpoint, Recorder, Report, make_trainer, schedules
+from synkhronos.training import CheckpointFolder, Recorder, Report, make_trainer, schedules
 from synkhronos.training.updates import adamw
 
 warnings.filterwarnings("ignore", "Skipping Assert|Explicitly requested dtype")
@@ -54,7 +54,7 @@ def train(network: Transformer, text: Text, options: argparse.Namespace, n: int)
         epochs=options.epochs,
         valid=text.valid,
         recorder=Recorder(folder) if folder else None,
-        checkpoint=Checkpoint(folder) if folder else None,
+        checkpoints=CheckpointFolder(folder) if folder else None,
         resume="latest" if options.resume else None,
     ):
         speed = report.rows_per_second * options.length
@@ -132,7 +132,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.resume and not options.folder:
         parser.error("argument --resume: needs --folder")
-    if options.folder and not options.resume and Checkpoint(options.folder).list_paths():
+    if options.folder and not options.resume and CheckpointFolder(options.folder).list_paths():
         parser.error("argument --folder: it has a training run: add --resume to continue it, or name another folder")
     if options.gpu and synk.get_n_gpu() == 0:
         parser.error("argument --gpu: this machine has no usable GPU")

@@ -14,7 +14,7 @@ Each package imports only from those below it::
 """
 
 from synkhronos.training import schedules, updates
-from synkhronos.training.checkpoints.checkpoint import Checkpoint, CheckpointError
+from synkhronos.training.checkpoints.checkpoint_folder import CheckpointError, CheckpointFolder
 from synkhronos.training.monitoring.recorder import Recorder, TensorBoard
 from synkhronos.training.monitoring.report import Report
 from synkhronos.training.train_function import (
@@ -26,7 +26,7 @@ from synkhronos.training.train_function import (
 from synkhronos.training.trainer import Trainer, make_trainer
 
 __all__ = [
-    "Checkpoint",
+    "CheckpointFolder",
     "CheckpointError",
     "Recorder",
     "Report",

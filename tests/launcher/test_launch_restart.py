@@ -15,7 +15,7 @@ from system import wait_until
 from synkhronos.launcher.rank_process import master_process, memory_checkpoint_writer
 from synkhronos.launcher.supervision import memory_checkpoint_folder
 from synkhronos.ranks import WorkerError
-from synkhronos.training.checkpoints.checkpoint import list_checkpoints
+from synkhronos.training.checkpoints.checkpoint_folder import list_checkpoints
 
 
 def train_with_deaths(folder, victim, epochs, *arguments, status=0, checkpoint=1, **settings):

@@ -15,7 +15,7 @@ from synkhronos.launcher.model_class.model_interface import ModelInterfaceError
 from synkhronos.launcher.model_class.model_recorder import ModelRecorder
 from synkhronos.launcher.model_class.model_variables import group_variables
 from synkhronos.launcher.rank_process.model_epoch_loop import ModelEpochLoop
-from synkhronos.training import Checkpoint, CheckpointError
+from synkhronos.training import CheckpointError, CheckpointFolder
 from synkhronos.training.checkpoints import compatibility
 from synkhronos.training.train_function.training_graph import build_local_updates
 from synkhronos.training.updates import (
@@ -62,7 +62,7 @@ def test_early_stop_keeps_the_best_epoch(tmp_path):
         done = train(tmp_path / "run", "Overfits", *resume, **best)
         assert ("top5 max: no better for 2 epochs; the run ends after 5" in done.stdout) != bool(resume)
         assert [report["epoch"] for report in read_json_lines(tmp_path / "run", "reports")] == [1, 2, 3, 4, 5]
-        checkpoint = Checkpoint(tmp_path / "run" / "checkpoints", keep_best=("top5", "max"))
+        checkpoint = CheckpointFolder(tmp_path / "run" / "checkpoints", keep_best=("top5", "max"))
         assert [checkpoint.load(path).meta["epochs"] for path in checkpoint.list_paths()] == [3, 5]
         assert checkpoint.load(checkpoint.find_best()).metrics["top5"] == 1.0
         expected, params, last = (

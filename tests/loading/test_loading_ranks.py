@@ -11,7 +11,7 @@ from system import is_alive, list_children
 import synkhronos as synk
 from synkhronos import exchange_rules
 from synkhronos.loading import Loader, LoadError
-from synkhronos.training import Checkpoint, Recorder, make_trainer
+from synkhronos.training import CheckpointFolder, Recorder, make_trainer
 from synkhronos.training.monitoring.recorder import read_records
 from synkhronos.training.updates import sgd
 
@@ -135,7 +135,9 @@ def test_trainer_with_loader_resumes_within_an_epoch(fork, load, tmp_path, rule,
     records = []
     fork(before)
     first = make_least_squares_trainer(rule)
-    epochs = first.epochs(load(Rows(), processes=2), None, 5, 2, seed=3, every=3, checkpoint=Checkpoint(tmp_path))
+    epochs = first.epochs(
+        load(Rows(), processes=2), None, 5, 2, seed=3, every=3, checkpoints=CheckpointFolder(tmp_path)
+    )
     report = next(epochs)
     epochs.close()
     w = first.params[0].get_value()
@@ -143,7 +145,7 @@ def test_trainer_with_loader_resumes_within_an_epoch(fork, load, tmp_path, rule,
     fork(after)
     again, expected = make_least_squares_trainer(rule), make_least_squares_trainer(rule)
     loader, arrays = load([ROWS, TARGETS], processes=2), (ROWS, TARGETS)
-    folders = [Checkpoint(tmp_path), Checkpoint(tmp_path)]
+    folders = [CheckpointFolder(tmp_path), CheckpointFolder(tmp_path)]
     stored = folders[0].list_paths()[0]
     for resumed, data in ((again, (loader, None)), (expected, arrays)):
         reports = list(resumed.epochs(*data, 5, 2, seed=3, every=3, resume=stored))

@@ -133,7 +133,7 @@ def find_arguments(code):
 
 @pytest.mark.skipif(not HAS_PYTENSOR, reason="the library that graphs are of does not matter")
 def test_training_table_names_existing_options():
-    """The right column has only existing arguments, as in ``Checkpoint(folder, keep_best="error")``."""
+    """The right column has only existing arguments, as in ``CheckpointFolder(folder, keep_best="error")``."""
     from synkhronos import training
     from synkhronos.extensions import attention
 
@@ -294,7 +294,7 @@ def list_public_names(kind):
 
 #: Internal attributes with public names, as the packages training and launch share the training loop.
 UNDOCUMENTED = {
-    "Checkpoint": {"check_no_newer"},
+    "CheckpointFolder": {"check_no_newer"},
     "Model": {"next_batch", "prepare", "train_fn", "val_fn"},
     "Recorder": {"write_rank_record"},
     "Report": {"to_record"},

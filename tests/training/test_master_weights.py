@@ -7,7 +7,7 @@ import pytest
 from library import shared, tensor
 
 import synkhronos as synk
-from synkhronos.training import Checkpoint, make_train_function, make_train_function_serial, make_trainer
+from synkhronos.training import CheckpointFolder, make_train_function, make_train_function_serial, make_trainer
 from synkhronos.training import updates as u
 
 X = np.random.default_rng(0).normal(size=(13, 4)).astype("float16")
@@ -82,7 +82,7 @@ def test_ranks_results_equal_one_process(n_ranks, rule, shards):
 def test_checkpoints_hold_the_copies(n_ranks, tmp_path):
     def run(folder, epochs, resume=None):
         trainer, params = make(make_trainer, u.master_weights(u.momentum), learning_rate=1e-3)
-        list(trainer.epochs(X, Y, 4, epochs, checkpoint=Checkpoint(folder), resume=resume))
+        list(trainer.epochs(X, Y, 4, epochs, checkpoints=CheckpointFolder(folder), resume=resume))
         return [value.get_value() for value in (*params, *trainer.optimizer_state)]
 
     expected = run(tmp_path / "whole", 3)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from synkhronos.training import Checkpoint, Recorder, TensorBoard, schedules
+from synkhronos.training import CheckpointFolder, Recorder, TensorBoard, schedules
 from synkhronos.training.monitoring import show_command
 from synkhronos.training.monitoring.recorder import read_records
 from synkhronos.training.schedules import get_state, reset_best, set_state
@@ -55,14 +55,16 @@ def test_recorder_appends_and_truncates_lines(tmp_path):
 
 def test_files_stay_where_they_are_when_the_working_directory_changes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    recorder, checkpoint = write_records("records"), Checkpoint("checkpoints")
+    recorder, checkpoints = write_records("records"), CheckpointFolder("checkpoints")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir("elsewhere")
     recorder.write({"epoch": 2})
-    checkpoint.save(10, {"w": np.ones(3)}, {})
-    checkpoint.unlock()
+    checkpoints.save(10, {"w": np.ones(3)}, {})
+    checkpoints.unlock()
     assert read_records(tmp_path / "records")["reports"][-1]["epoch"] == 2
-    assert [path.parent for path in Checkpoint(tmp_path / "checkpoints").list_paths()] == [tmp_path / "checkpoints"]
+    assert [path.parent for path in CheckpointFolder(tmp_path / "checkpoints").list_paths()] == [
+        tmp_path / "checkpoints"
+    ]
 
 
 def test_recorder_loses_only_a_torn_line(tmp_path):

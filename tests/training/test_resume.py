@@ -10,7 +10,7 @@ from trainer_model import Model, X, Y
 
 import synkhronos as synk
 from synkhronos import exchange_rules
-from synkhronos.training import Checkpoint, CheckpointError, make_trainer, schedules
+from synkhronos.training import CheckpointError, CheckpointFolder, make_trainer, schedules
 from synkhronos.training.updates import adagrad, adam, apply_momentum, momentum, nesterov_momentum, rmsprop, sgd
 
 pytestmark = pytest.mark.skipif(XLA, reason="the trainer's own bookkeeping, and XLA takes seconds to compile")
@@ -29,8 +29,8 @@ def build_trainer(update_rule=momentum, rule=None, rate=0.01, extra=(), op="mean
 
 
 def train_with_checkpoint(folder, trainer):
-    list(trainer.epochs(X, Y, 5, 1, checkpoint=Checkpoint(folder)))
-    return Checkpoint(folder).list_paths()[-1]
+    list(trainer.epochs(X, Y, 5, 1, checkpoints=CheckpointFolder(folder)))
+    return CheckpointFolder(folder).list_paths()[-1]
 
 
 def resume_training(path, trainer):
@@ -146,7 +146,7 @@ def test_resume_accepts_other_learning_rates_and_periods(fork, tmp_path, before,
 
 def test_resume_refuses_checkpoints_of_the_user(tmp_path, two_ranks_per_test):
     trainer = build_trainer()
-    path = Checkpoint(tmp_path).save(1, {"w": np.ones(3)}, {"epoch": 1})
+    path = CheckpointFolder(tmp_path).save(1, {"w": np.ones(3)}, {"epoch": 1})
     with pytest.raises(CheckpointError, match="rows-000000000001 is a checkpoint of a user, got a trainer"):
         resume_training(path, trainer)
     with pytest.raises(CheckpointError, match="expected a checkpoint"):
@@ -155,14 +155,16 @@ def test_resume_refuses_checkpoints_of_the_user(tmp_path, two_ranks_per_test):
 
 def test_checkpoint_folder_refuses_a_second_training(fork, tmp_path):
     fork(1)
-    checkpoint = Checkpoint(tmp_path)
-    reports = build_trainer().epochs(X, Y, 5, 3, checkpoint=checkpoint)
+    checkpoints = CheckpointFolder(tmp_path)
+    reports = build_trainer().epochs(X, Y, 5, 3, checkpoints=checkpoints)
     next(reports)
     with pytest.raises(CheckpointError, match=f"training run of process {os.getpid()} on host "):
-        next(build_trainer().epochs(X, Y, 5, 3, checkpoint=Checkpoint(tmp_path), resume="latest"))
-    assert len(resume_training(checkpoint.list_paths()[0], build_trainer())) == 1  # the refused training writes nothing
+        next(build_trainer().epochs(X, Y, 5, 3, checkpoints=CheckpointFolder(tmp_path), resume="latest"))
+    assert (
+        len(resume_training(checkpoints.list_paths()[0], build_trainer())) == 1
+    )  # the refused training writes nothing
     reports.close()
-    assert len(list(build_trainer().epochs(X, Y, 5, 3, checkpoint=Checkpoint(tmp_path), resume="latest"))) == 2
+    assert len(list(build_trainer().epochs(X, Y, 5, 3, checkpoints=CheckpointFolder(tmp_path), resume="latest"))) == 2
 
 
 # -- the best --------------------------------------------------------------------------------------------------
@@ -180,15 +182,15 @@ def compute_mse(model):
 def test_restore_best_restores_the_best_epoch(fork, tmp_path, name):
     fork(2)
     model = Model(name, rate=raise_rate_until_divergence)
-    checkpoint = Checkpoint(tmp_path, keep=2, every=2, keep_best="mse")
-    reports = list(model.epochs(5, 50, valid=(X, Y), patience=3, checkpoint=checkpoint))
+    checkpoints = CheckpointFolder(tmp_path, keep=2, every=2, keep_best="mse")
+    reports = list(model.epochs(5, 50, valid=(X, Y), patience=3, checkpoints=checkpoints))
     values = [report.validation["mse"] for report in reports]
     best = int(np.argmin(values))
     assert len(values) == best + 4 and best >= 1
-    assert checkpoint.find_best() in checkpoint.list_paths() and len(checkpoint.list_paths()) <= 3
-    assert checkpoint.load(checkpoint.find_best()).metrics == {"loss": reports[best].loss, "mse": values[best]}
+    assert checkpoints.find_best() in checkpoints.list_paths() and len(checkpoints.list_paths()) <= 3
+    assert checkpoints.load(checkpoints.find_best()).metrics == {"loss": reports[best].loss, "mse": values[best]}
     assert compute_mse(model) > 1.05 * values[best]
-    assert model.trainer.restore_best() == checkpoint.find_best()
+    assert model.trainer.restore_best() == checkpoints.find_best()
     np.testing.assert_allclose(compute_mse(model), values[best], rtol=1e-12)
     params = np.asarray(synk.gather(model.w, nd_up=1))
     np.testing.assert_allclose(params, [model.w.get_value()] * 2, rtol=1e-12)
@@ -196,12 +198,12 @@ def test_restore_best_restores_the_best_epoch(fork, tmp_path, name):
     synk.close()
     fork(2)
     again = Model(name, rate=raise_rate_until_divergence)
-    assert list(again.epochs(5, 50, valid=(X, Y), patience=3, checkpoint=checkpoint, resume="latest")) == []
+    assert list(again.epochs(5, 50, valid=(X, Y), patience=3, checkpoints=checkpoints, resume="latest")) == []
     again.trainer.restore_best()
     np.testing.assert_allclose(compute_mse(again), values[best], rtol=1e-12)
     # Resuming from the best checkpoint is a new training, which ignores later checkpoints.
     resumed_reports = again.epochs(
-        5, 50, valid=(X, Y), patience=3, checkpoint=checkpoint, resume=checkpoint.find_best()
+        5, 50, valid=(X, Y), patience=3, checkpoints=checkpoints, resume=checkpoints.find_best()
     )
     assert next(resumed_reports).epoch == best + 2
 
@@ -209,15 +211,15 @@ def test_restore_best_restores_the_best_epoch(fork, tmp_path, name):
 def test_restore_best_works_within_a_training(fork, tmp_path):
     fork(1)
     model = Model("BSP", rate=raise_rate_until_divergence)
-    checkpoint = Checkpoint(tmp_path, keep_best="mse")
+    checkpoints = CheckpointFolder(tmp_path, keep_best="mse")
     epochs = []
-    for report in model.epochs(5, 7, valid=(X, Y), checkpoint=checkpoint):
+    for report in model.epochs(5, 7, valid=(X, Y), checkpoints=checkpoints):
         epochs.append(report.epoch)
         if len(epochs) == 5:
             best = model.trainer.restore_best()
             assert best.name == "rows-000000000180"
     assert epochs == [1, 2, 3, 4, 5, 4, 5, 6, 7]
-    assert checkpoint.load().meta["seen"] == 420
+    assert checkpoints.load().meta["seen"] == 420
 
 
 def test_restore_best_accepts_mode_max(fork, tmp_path):
@@ -227,38 +229,38 @@ def test_restore_best_accepts_mode_max(fork, tmp_path):
     new_trainer = make_trainer(
         loss, [w], x, [], sgd, exchange_rules.BSP(), 0.05, validate={"mse": loss, "high": 0 * loss - abs(w[0] - 0.05)}
     )
-    checkpoint = Checkpoint(tmp_path, keep=1, keep_best=("high", "max"))
-    reports = list(new_trainer.epochs(X, [], 5, 20, valid=(X, []), patience=2, checkpoint=checkpoint))
+    checkpoints = CheckpointFolder(tmp_path, keep=1, keep_best=("high", "max"))
+    reports = list(new_trainer.epochs(X, [], 5, 20, valid=(X, []), patience=2, checkpoints=checkpoints))
     values = [report.validation["high"] for report in reports]
     assert len(values) == np.argmax(values) + 3 < 20  # by the loss, training would have continued
-    assert checkpoint.load(checkpoint.find_best()).metrics["high"] == max(values)
+    assert checkpoints.load(checkpoints.find_best()).metrics["high"] == max(values)
 
 
 def test_restore_best_accepts_the_loss(fork, tmp_path):
     fork(1)
-    checkpoint = Checkpoint(tmp_path, keep_best="loss")
+    checkpoints = CheckpointFolder(tmp_path, keep_best="loss")
     reports = list(
-        build_trainer(rate=raise_rate_until_divergence).epochs(X, Y, 5, 20, patience=2, checkpoint=checkpoint)
+        build_trainer(rate=raise_rate_until_divergence).epochs(X, Y, 5, 20, patience=2, checkpoints=checkpoints)
     )
     assert len(reports) < 20
-    assert checkpoint.load(checkpoint.find_best()).metrics == {"loss": min(report.loss for report in reports)}
+    assert checkpoints.load(checkpoints.find_best()).metrics == {"loss": min(report.loss for report in reports)}
 
 
 def test_restore_best_refuses_missing_settings(fork, tmp_path):
     fork(1)
     new_trainer = build_trainer()
-    with pytest.raises(ValueError, match="checkpoint: keep_best expects one of loss, got 'mse'"):
-        new_trainer.epochs(X, Y, 5, 1, checkpoint=Checkpoint(tmp_path, keep_best="mse"))
-    words = r"restore_best\(\): expected a call of epochs\(\.\.\., checkpoint=Checkpoint\(folder, keep_best=\.\.\.\)\)"
+    with pytest.raises(ValueError, match="checkpoints: keep_best expects one of loss, got 'mse'"):
+        new_trainer.epochs(X, Y, 5, 1, checkpoints=CheckpointFolder(tmp_path, keep_best="mse"))
+    words = r"restore_best\(\): expected a call of epochs\(\.\.\., checkpoints=CheckpointFolder\(folder, keep_best=\.\.\.\)\)"
     with pytest.raises(RuntimeError, match=words):
         new_trainer.restore_best()
-    list(new_trainer.epochs(X, Y, 5, 1, checkpoint=Checkpoint(tmp_path)))
+    list(new_trainer.epochs(X, Y, 5, 1, checkpoints=CheckpointFolder(tmp_path)))
     with pytest.raises(RuntimeError, match=words):
         new_trainer.restore_best()
-    checkpoint = Checkpoint(tmp_path / "other", keep_best="loss")
-    list(new_trainer.epochs(X, Y, 5, 2, checkpoint=checkpoint))
+    checkpoints = CheckpointFolder(tmp_path / "other", keep_best="loss")
+    list(new_trainer.epochs(X, Y, 5, 2, checkpoints=checkpoints))
     new_trainer.restore_best()
-    for path in checkpoint.list_paths():
+    for path in checkpoints.list_paths():
         (path / "meta.json").unlink()
     with pytest.raises(CheckpointError, match="other: expected a checkpoint with loss, found none"):
         new_trainer.restore_best()

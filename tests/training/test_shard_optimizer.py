@@ -11,7 +11,7 @@ from library import XLA, shared, tensor
 import synkhronos as synk
 from synkhronos.extensions.train import make_train_function
 from synkhronos.function.call import RankCall
-from synkhronos.training import Checkpoint, make_trainer
+from synkhronos.training import CheckpointFolder, make_trainer
 from synkhronos.training import updates as u
 from synkhronos.training.train_function.step_command import ShardedStepCommand
 
@@ -186,7 +186,7 @@ def train_adam(folder, epochs, shards, resume=None):
         validate_ema=True,
         shard_optimizer=shards,
     )
-    reports = list(trainer.epochs(X, Y, 4, epochs, valid=(X, Y), checkpoint=Checkpoint(folder), resume=resume))
+    reports = list(trainer.epochs(X, Y, 4, epochs, valid=(X, Y), checkpoints=CheckpointFolder(folder), resume=resume))
     averages = [average.get_value() for average in trainer.get_ema()]
     return [
         *(np.asarray(r.validation["mse"]) for r in reports[-1:]),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from library import DEVICE, NAME, XLA, fork_ranks, limit_examples, package, shared, tensor
 
 import synkhronos as synk
-from synkhronos.training import Checkpoint, make_train_function, make_train_function_serial, make_trainer
+from synkhronos.training import CheckpointFolder, make_train_function, make_train_function_serial, make_trainer
 from synkhronos.training import updates as u
 
 RULES = {
@@ -112,7 +112,7 @@ def train_epochs(folder, n, shards, epochs, resume=None):
     loss = ((tensor.dot(a, w) - b) ** 2).mean()
     with fork_exact_ranks(n):
         trainer = make_trainer(loss, [w], a, b, u.adam, learning_rate=0.1, shard_optimizer=shards)
-        list(trainer.epochs(x, y, 12 // n, epochs, checkpoint=Checkpoint(folder), resume=resume))
+        list(trainer.epochs(x, y, 12 // n, epochs, checkpoints=CheckpointFolder(folder), resume=resume))
         return w.get_value()
 
 

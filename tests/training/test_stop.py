@@ -17,7 +17,7 @@ from paths import SUPPORT
 from trainer_model import ROWS, Model, X, Y
 
 import synkhronos as synk
-from synkhronos.training import Checkpoint, Recorder
+from synkhronos.training import CheckpointFolder, Recorder
 from synkhronos.training.loops import stop_signals
 from synkhronos.training.monitoring.recorder import read_records
 from synkhronos.training.trainer import trainer_epoch_loop
@@ -61,13 +61,13 @@ def test_resume_after_a_signal_is_bitwise_equal(fork, tmp_path, check_each_step,
     options = {"every": 3, "valid": (X[:7], Y[:7])}
     whole = Model(name, noise=True)
     expected = [
-        report.to_record() for report in whole.epochs(5, 2, **options, checkpoint=Checkpoint(tmp_path / "whole"))
+        report.to_record() for report in whole.epochs(5, 2, **options, checkpoints=CheckpointFolder(tmp_path / "whole"))
     ]
     part = Model(name, rate=SignalAt(4 / 6), noise=True)
-    checkpoint = Checkpoint(tmp_path / "part")
-    status, losses = run_until_exit(part.epochs(5, 2, **options, checkpoint=checkpoint))
+    checkpoints = CheckpointFolder(tmp_path / "part")
+    status, losses = run_until_exit(part.epochs(5, 2, **options, checkpoints=checkpoints))
     assert status == 128 + signal.SIGTERM and len(losses) == 1
-    assert int(checkpoint.list_paths()[-1].name.removeprefix("rows-")) in (
+    assert int(checkpoints.list_paths()[-1].name.removeprefix("rows-")) in (
         50,
         60,
     )  # ranks take turns of one or two steps
@@ -75,7 +75,9 @@ def test_resume_after_a_signal_is_bitwise_equal(fork, tmp_path, check_each_step,
     synk.close()
     fork(2)
     resumed = Model(name, noise=True)
-    reports = [report.to_record() for report in resumed.epochs(5, 2, **options, checkpoint=checkpoint, resume="latest")]
+    reports = [
+        report.to_record() for report in resumed.epochs(5, 2, **options, checkpoints=checkpoints, resume="latest")
+    ]
     for report, expected_report in zip(reports, expected[1:], strict=True):
         assert all(report[key] == expected_report[key] for key in ("epoch", "seen", "steps", "loss", "validation"))
     assert resumed.values().tolist() == whole.values().tolist()
@@ -85,25 +87,25 @@ def test_resume_after_a_signal_is_bitwise_equal(fork, tmp_path, check_each_step,
 @pytest.mark.parametrize(("name", "after"), [("EASGD", 3), ("EASGD", 2), ("GoSGD", 3)])
 def test_resume_of_asynchronous_rules_uses_each_row_once(fork, tmp_path, check_each_step, name, after):
     fork(3)
-    checkpoint = Checkpoint(tmp_path)
+    checkpoints = CheckpointFolder(tmp_path)
     part = Model(name, rate=SignalAt(0.3))
-    status, losses = run_until_exit(part.epochs(2, 1, checkpoint=checkpoint))
+    status, losses = run_until_exit(part.epochs(2, 1, checkpoints=checkpoints))
     assert status == 128 + signal.SIGTERM and not losses
-    row = int(checkpoint.list_paths()[-1].name.removeprefix("rows-"))
+    row = int(checkpoints.list_paths()[-1].name.removeprefix("rows-"))
     assert 0.3 * ROWS < row <= ROWS and row % 6 == 0  # all rows, if the master's process was slow
     assert part.count_uses().sum() == row and part.count_uses().max() == 1
     stored = np.asarray(synk.gather(part.counts, nd_up=1))
     synk.close()
     fork(after)
     resumed = Model(name)
-    (report,) = resumed.epochs(2, 1, checkpoint=checkpoint, resume="latest")
+    (report,) = resumed.epochs(2, 1, checkpoints=checkpoints, resume="latest")
     new = np.asarray(synk.gather(resumed.counts, nd_up=1)) - stored[:after]
     assert (new.sum(0) + stored.sum(0)).tolist() == [1.0] * ROWS
     assert report.rows_seen == ROWS and report.steps == ROWS // 2
 
 
 def test_signal_within_validation_defers_the_report(tmp_path, check_each_step, monkeypatch, two_ranks_per_test):
-    checkpoint, valid = Checkpoint(tmp_path / "part"), (X[:30], Y[:30])
+    checkpoints, valid = CheckpointFolder(tmp_path / "part"), (X[:30], Y[:30])
     whole = [report.to_record() for report in Model("LocalSGD").epochs(5, 2, valid=valid)]
     part = Model("LocalSGD")
     validate, calls = part.trainer._model.validation, []
@@ -116,9 +118,9 @@ def test_signal_within_validation_defers_the_report(tmp_path, check_each_step, m
 
     monkeypatch.setattr(part.trainer._model, "validation", signalled)
     recorder = Recorder(tmp_path / "records")
-    status, losses = run_until_exit(part.epochs(5, 2, valid=valid, checkpoint=checkpoint, recorder=recorder))
+    status, losses = run_until_exit(part.epochs(5, 2, valid=valid, checkpoints=checkpoints, recorder=recorder))
     assert status == 128 + signal.SIGUSR1 and losses == [whole[0]["loss"]] and len(calls) == 5
-    (report,) = Model("LocalSGD").epochs(5, 2, valid=valid, checkpoint=checkpoint, recorder=recorder, resume="latest")
+    (report,) = Model("LocalSGD").epochs(5, 2, valid=valid, checkpoints=checkpoints, recorder=recorder, resume="latest")
     assert report.loss == whole[1]["loss"] and report.validation == whole[1]["validation"]
     assert [line["seen"] for line in read_records(tmp_path / "records")["reports"]] == [60, 120]
 
@@ -137,7 +139,7 @@ def test_signal_within_validation_keeps_random_streams(
             signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(trainer_epoch_loop.MetricTotals, "update", add_and_signal)
-    options = {"valid": (X, Y), "checkpoint": Checkpoint(tmp_path)}
+    options = {"valid": (X, Y), "checkpoints": CheckpointFolder(tmp_path)}
     _, losses = run_until_exit(Model(name, noise=True).epochs(5, 3, **options))
     resumed = Model(name, noise=True)
     losses += [report.loss for report in resumed.epochs(5, 3, resume="latest", **options)]
@@ -147,24 +149,24 @@ def test_signal_within_validation_keeps_random_streams(
 
 def test_signal_after_a_report_leaves_no_stale_checkpoint(fork, tmp_path, check_each_step):
     fork(1)
-    checkpoint = Checkpoint(tmp_path, every=1, keep_best="mse")
-    options = {"valid": (X, Y), "checkpoint": checkpoint}
+    checkpoints = CheckpointFolder(tmp_path, every=1, keep_best="mse")
+    options = {"valid": (X, Y), "checkpoints": checkpoints}
     list(Model("BSP").epochs(5, 4, **options))
-    first, stale, *_ = checkpoint.list_paths()
-    before = checkpoint.load(stale).metrics
+    first, stale, *_ = checkpoints.list_paths()
+    before = checkpoints.load(stale).metrics
 
     def reports_until_signal(resume, **others):
         for report in Model("BSP", rate=0.01).epochs(5, 4, **options | others, resume=resume):
             yield report.loss
             signal.raise_signal(signal.SIGTERM)
 
-    new_checkpoint = Checkpoint(tmp_path, every=9)  # the second epoch is not saved
+    new_checkpoint = CheckpointFolder(tmp_path, every=9)  # the second epoch is not saved
     status, losses = run_until_exit(
-        SimpleNamespace(loss=loss) for loss in reports_until_signal(first, checkpoint=new_checkpoint)
+        SimpleNamespace(loss=loss) for loss in reports_until_signal(first, checkpoints=new_checkpoint)
     )
     assert status == 128 + signal.SIGTERM and len(losses) == 1
-    assert checkpoint.list_paths() == [first, stale]
-    after = checkpoint.load(stale).metrics
+    assert checkpoints.list_paths() == [first, stale]
+    after = checkpoints.load(stale).metrics
     assert after["loss"] == losses[0] != before["loss"] and after["mse"] != before["mse"]
 
 
@@ -174,7 +176,7 @@ def test_signal_handler_of_the_user_is_kept(tmp_path, check_each_step, two_ranks
     requested = stop_signals.get_requested_stop
     try:
         model = Model("LocalSGD", rate=SignalAt(0.3, signal.SIGUSR1))
-        (report,) = model.epochs(5, 1, checkpoint=Checkpoint(tmp_path))
+        (report,) = model.epochs(5, 1, checkpoints=CheckpointFolder(tmp_path))
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert report.rows_seen == ROWS and requests == [0]
@@ -190,8 +192,8 @@ def test_signal_saves_no_nan_loss(fork, tmp_path, check_each_step):
     fork(1)
     model = Model("BSP", rate=SignalAt(0.3))
     model.w.set_value(np.full(4, np.nan))
-    status, _ = run_until_exit(model.epochs(5, 1, checkpoint=Checkpoint(tmp_path)))
-    assert status == 128 + signal.SIGTERM and not Checkpoint(tmp_path).list_paths()
+    status, _ = run_until_exit(model.epochs(5, 1, checkpoints=CheckpointFolder(tmp_path)))
+    assert status == 128 + signal.SIGTERM and not CheckpointFolder(tmp_path).list_paths()
 
 
 def test_signal_after_the_training_loop_ends_the_process(tmp_path):
@@ -238,7 +240,7 @@ def test_signal_check_costs_no_collective_per_step(monkeypatch, every):
 SCRIPT = """
 import sys, time
 import synkhronos as synk
-from synkhronos.training import Checkpoint
+from synkhronos.training import CheckpointFolder
 from trainer_model import Model
 
 class Slow:
@@ -252,7 +254,7 @@ class Slow:
 
 n = synk.fork(2, use_gpu=False)
 model = Model("LocalSGD", rate=Slow())
-for report in model.epochs(5, 10**6, checkpoint=Checkpoint(sys.argv[1]), grace={grace}):
+for report in model.epochs(5, 10**6, checkpoints=CheckpointFolder(sys.argv[1]), grace={grace}):
     print(report.epoch, flush=True)
 """
 
@@ -279,9 +281,9 @@ def test_signal_of_a_scheduler_ends_a_program(tmp_path, how):
         _, errors = process.communicate(timeout=60)
         if how == "all at once":
             assert process.returncode == 128 + signal.SIGTERM
-            newest = Checkpoint(tmp_path / "checkpoints").list_paths()[-1]
+            newest = CheckpointFolder(tmp_path / "checkpoints").list_paths()[-1]
             assert f"SIGTERM: training ends; go on with resume={str(newest)!r}" in errors
-            assert Checkpoint(tmp_path / "checkpoints").load(newest).meta["epoch"] >= 2
+            assert CheckpointFolder(tmp_path / "checkpoints").load(newest).meta["epoch"] >= 2
         else:
             assert process.returncode == -signal.SIGTERM, errors
     finally:

@@ -17,7 +17,7 @@ from synkhronos import ranks, startup
 from synkhronos.loading import Loader
 from synkhronos.ranks.errors import Death
 from synkhronos.ranks.mailbox import Mailbox
-from synkhronos.training import Checkpoint, Recorder, make_trainer
+from synkhronos.training import CheckpointFolder, Recorder, make_trainer
 from synkhronos.training.loops.death_limit import MAX_DEATHS_SINCE_COPY
 from synkhronos.training.monitoring import recorder
 from synkhronos.training.trainer import death_recovery, trainer_epoch_loop
@@ -102,7 +102,7 @@ def check_same(name, disturbed, undisturbed):
 
 def train_twice(monkeypatch, name, choose, tmp_path=None, **kwargs):
     """Train without deaths and count the commands, then with deaths at those that ``choose(count)`` returns."""
-    folder = (lambda part: {}) if tmp_path is None else lambda part: {"checkpoint": Checkpoint(tmp_path / part)}
+    folder = (lambda part: {}) if tmp_path is None else lambda part: {"checkpoints": CheckpointFolder(tmp_path / part)}
     counter = CommandKiller(monkeypatch)
     undisturbed = train(name, **folder("undisturbed"), **kwargs)
     monkeypatch.undo()
@@ -264,7 +264,7 @@ def test_on_death_leaves_out_a_broken_device(name, monkeypatch, tmp_path):
     break_devices(monkeypatch, lambda number, size: size == RANKS and number == 2)
     reports = []
     for report in model.epochs(
-        epochs=3, valid=(X, Y), on_death="continue", checkpoint=Checkpoint(tmp_path / "three", keep=9)
+        epochs=3, valid=(X, Y), on_death="continue", checkpoints=CheckpointFolder(tmp_path / "three", keep=9)
     ):
         reports.append(report)
         if len(reports) == 1:
@@ -280,8 +280,8 @@ def test_on_death_leaves_out_a_broken_device(name, monkeypatch, tmp_path):
     synk.close()
     fork_ranks(2)
     resumed = Model(name, **options)
-    checkpoint = Checkpoint(tmp_path / "three", keep=9)
-    others = list(resumed.epochs(epochs=3, valid=(X, Y), resume=checkpoint.get_path(ROWS)))
+    checkpoints = CheckpointFolder(tmp_path / "three", keep=9)
+    others = list(resumed.epochs(epochs=3, valid=(X, Y), resume=checkpoints.get_path(ROWS)))
     assert [report.rows_seen for report in others] == [report.rows_seen for report in reports[1:]]
     if name in SYNCHRONOUS:
         np.testing.assert_array_equal(values, resumed.values())
@@ -404,7 +404,7 @@ def test_stopped_validation_restores_generators_of_the_ranks_that_are_left(monke
     variables = SimpleNamespace(generators=["generator"])
     loop = SimpleNamespace(
         model=SimpleNamespace(state=SimpleNamespace(spec=SimpleNamespace(variables=variables))),
-        checkpoint=True,
+        checkpoints=True,
         death_policy=SimpleNamespace(run_update=run_twice),
         _validate=lambda report: False,
     )

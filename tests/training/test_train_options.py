@@ -12,8 +12,8 @@ import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.launcher.configuration.settings import check_model_options
 from synkhronos.training import (
-    Checkpoint,
     CheckpointError,
+    CheckpointFolder,
     make_train_function,
     make_train_function_serial,
     make_trainer,
@@ -112,7 +112,7 @@ def train_adam(folder, epochs, resume=None, **options):
         **options,
     )
     reports = trainer.epochs(
-        X, Y, 2, epochs, valid=(X, Y), checkpoint=Checkpoint(folder) if folder else None, resume=resume
+        X, Y, 2, epochs, valid=(X, Y), checkpoints=CheckpointFolder(folder) if folder else None, resume=resume
     )
     return problem, trainer, list(reports)
 

@@ -12,7 +12,7 @@ import synkhronos as synk
 from synkhronos import exchange_rules
 from synkhronos.graph_libraries import get_library
 from synkhronos.graph_libraries.dependence_analysis import DependenceAnalysis
-from synkhronos.training import Checkpoint, make_train_function_serial, make_trainer
+from synkhronos.training import CheckpointFolder, make_train_function_serial, make_trainer
 from synkhronos.training.updates import nesterov_momentum, sgd
 
 T = tensor
@@ -229,9 +229,9 @@ def test_resume_restores_running_averages(tmp_path, two_ranks_per_test):
     whole, first, second = (Averaging(exchange_rules.LocalSGD(2)) for _ in range(3))
     for _ in whole.epochs(epochs=3):
         pass
-    for _ in first.epochs(epochs=2, checkpoint=Checkpoint(tmp_path)):
+    for _ in first.epochs(epochs=2, checkpoints=CheckpointFolder(tmp_path)):
         pass
-    for _ in second.epochs(epochs=3, checkpoint=Checkpoint(tmp_path), resume="latest"):
+    for _ in second.epochs(epochs=3, checkpoints=CheckpointFolder(tmp_path), resume="latest"):
         pass
     for name in ("average", "w"):
         np.testing.assert_array_equal(getattr(whole, name).get_value(), getattr(second, name).get_value())

@@ -4,7 +4,7 @@ import pytest
 from trainer_model import SYNCHRONOUS, Model
 
 import synkhronos as synk
-from synkhronos.training import Checkpoint, schedules
+from synkhronos.training import CheckpointFolder, schedules
 
 
 @pytest.mark.parametrize(("name", "every"), [*((name, 3) for name in SYNCHRONOUS), ("LocalSGD", None)])
@@ -12,10 +12,12 @@ def test_resume_is_bitwise_equal(fork, tmp_path, name, every):
     fork(2)
     rate = schedules.warmup(schedules.steps(0.05, {1: 0.5}), 0.5)
     whole = Model(name, rate=rate, noise=True)
-    expected = [report.loss for report in whole.epochs(5, 2, every=every, checkpoint=Checkpoint(tmp_path / "whole"))]
+    expected = [
+        report.loss for report in whole.epochs(5, 2, every=every, checkpoints=CheckpointFolder(tmp_path / "whole"))
+    ]
     part = Model(name, rate=rate, noise=True)
     losses = []
-    for report in part.epochs(5, 2, every=every, checkpoint=Checkpoint(tmp_path / "part")):
+    for report in part.epochs(5, 2, every=every, checkpoints=CheckpointFolder(tmp_path / "part")):
         losses.append(report.loss)
         if len(losses) == (1 if every is None else 3):
             break
@@ -24,7 +26,9 @@ def test_resume_is_bitwise_equal(fork, tmp_path, name, every):
     resumed = Model(name, rate=rate, noise=True)
     losses += [
         report.loss
-        for report in resumed.epochs(5, 2, every=every, checkpoint=Checkpoint(tmp_path / "part"), resume="latest")
+        for report in resumed.epochs(
+            5, 2, every=every, checkpoints=CheckpointFolder(tmp_path / "part"), resume="latest"
+        )
     ]
     assert losses == expected
     assert resumed.values().tolist() == whole.values().tolist()

@@ -12,7 +12,7 @@ from trainer_model import ALL, ROWS, Model, X, Y
 
 import synkhronos as synk
 from synkhronos import exchange_rules
-from synkhronos.training import Checkpoint, CheckpointError, Recorder, make_trainer, schedules
+from synkhronos.training import CheckpointError, CheckpointFolder, Recorder, make_trainer, schedules
 from synkhronos.training.monitoring.meter import RankTotals
 from synkhronos.training.monitoring.recorder import read_records
 from synkhronos.training.monitoring.report import make_report
@@ -30,13 +30,13 @@ CHANGES += [("ASGD", 2, 1), ("GoSGD", 1, 2), ("GoSGD", 3, 1), ("Swap", 2, 3)]
 def test_resume_on_other_ranks_uses_the_remaining_rows(fork, tmp_path, name, before, after):
     fork(before)
     model = Model(name)
-    next(iter(model.epochs(5, 1, every=2, checkpoint=Checkpoint(tmp_path))))
+    next(iter(model.epochs(5, 1, every=2, checkpoints=CheckpointFolder(tmp_path))))
     stored, value = np.asarray(synk.gather(model.counts, nd_up=1)), model.values()
     assert stored.sum() == 10 * before
     synk.close()
     fork(after)
     model = Model(name)
-    reports = list(model.epochs(5, 1, every=2, checkpoint=Checkpoint(tmp_path), resume="latest"))
+    reports = list(model.epochs(5, 1, every=2, checkpoints=CheckpointFolder(tmp_path), resume="latest"))
     # Each rank's counts continue those of an earlier rank.
     new = np.asarray(synk.gather(model.counts, nd_up=1)) - stored[[r % before for r in range(after)]]
     assert (new.sum(0) + stored.sum(0)).tolist() == [1.0] * ROWS
@@ -67,7 +67,7 @@ def test_rules_resize_states_to_other_numbers_of_ranks():
 
 def test_resume_without_a_checkpoint_starts_anew(tmp_path, two_ranks_per_test):
     model = Model("LocalSGD")
-    reports = list(model.epochs(5, 1, checkpoint=Checkpoint(tmp_path), resume="latest"))
+    reports = list(model.epochs(5, 1, checkpoints=CheckpointFolder(tmp_path), resume="latest"))
     assert [report.rows_seen for report in reports] == [ROWS]
 
 
@@ -75,17 +75,17 @@ def test_resume_without_a_checkpoint_starts_anew(tmp_path, two_ranks_per_test):
 def test_resume_of_a_finished_training_trains_nothing(fork, tmp_path, name):
     fork(2)
     model = Model(name)
-    assert len(list(model.epochs(5, 1, checkpoint=Checkpoint(tmp_path)))) == 1
+    assert len(list(model.epochs(5, 1, checkpoints=CheckpointFolder(tmp_path)))) == 1
     value = model.values()
     synk.close()
     fork(2)
     model = Model(name)
-    assert list(model.epochs(5, 1, checkpoint=Checkpoint(tmp_path), resume="latest")) == []
+    assert list(model.epochs(5, 1, checkpoints=CheckpointFolder(tmp_path), resume="latest")) == []
     np.testing.assert_allclose(model.values(), value, rtol=1e-14)
 
 
 def test_resume_after_early_stop_trains_nothing(tmp_path, two_ranks_per_test):
-    stops = {"valid": (X, Y), "patience": 1, "checkpoint": Checkpoint(tmp_path)}
+    stops = {"valid": (X, Y), "patience": 1, "checkpoints": CheckpointFolder(tmp_path)}
     assert len(list(Model("BSP", rate=1e-300).epochs(5, 9, **stops))) == 2
     assert list(Model("BSP", rate=1e-300).epochs(5, 9, **stops, resume="latest")) == []
     assert len(list(Model("BSP", rate=1e-300).epochs(5, 9, **{**stops, "patience": 2}, resume="latest"))) == 1
@@ -166,15 +166,15 @@ def test_resume_refuses_mixing_asynchronous_and_synchronous(tmp_path, two_ranks_
         rule = exchange_rules.EASGD(asynchronous=asynchronous)
         return make_trainer(((tensor.dot(x, w) - 1) ** 2).mean(), [w], x, [], sgd, rule, 0.1)
 
-    list(trainer(False).epochs(X, [], 5, 1, checkpoint=Checkpoint(tmp_path)))
+    list(trainer(False).epochs(X, [], 5, 1, checkpoints=CheckpointFolder(tmp_path)))
     with pytest.raises(
         CheckpointError, match="of EASGD with asynchronous=False, got asynchronous=True: asynchronous and"
     ):
-        list(trainer(True).epochs(X, [], 5, 2, resume=Checkpoint(tmp_path).list_paths()[0]))
+        list(trainer(True).epochs(X, [], 5, 2, resume=CheckpointFolder(tmp_path).list_paths()[0]))
 
 
 def test_early_stop_uses_only_validation(tmp_path, two_ranks_per_test):
-    keep = {"checkpoint": Checkpoint(tmp_path)}
+    keep = {"checkpoints": CheckpointFolder(tmp_path)}
     assert len(list(Model("BSP", rate=1e-300).epochs(5, 3, **keep))) == 3  # without validation, and no epoch is better
     stops = {"valid": (X, Y), "patience": 1, "resume": "latest"}
     assert len(list(Model("BSP", rate=1e-300).epochs(5, 9, **keep, **stops))) == 2
@@ -187,7 +187,7 @@ def test_early_stop_with_a_renamed_metric_starts_anew(tmp_path, two_ranks_per_te
     def reports(validate, epochs, **options):
         schedule = schedules.plateau(1e-300, factor=0.5, patience=3)
         trainer = make_trainer(loss, [w], x, [], sgd, exchange_rules.BSP(), schedule, validate=validate)
-        options = {"checkpoint": Checkpoint(tmp_path), "patience": 1, "valid": (X, []), **options}
+        options = {"checkpoints": CheckpointFolder(tmp_path), "patience": 1, "valid": (X, []), **options}
         return len(list(trainer.epochs(X, [], 5, epochs, **options))), schedule.best
 
     assert reports({"low": 0 * loss}, 9) == (2, 0.0)
@@ -301,18 +301,18 @@ def test_learning_rates_follow_the_schedule(tmp_path, name, two_ranks_per_test):
 @pytest.mark.parametrize("n_good_epochs", [0, 1])
 @pytest.mark.parametrize("name", ["BSP", "LocalSGD"])
 def test_nan_loss_stops_before_a_checkpoint(tmp_path, name, n_good_epochs, two_ranks_per_test):
-    checkpoint, seen = Checkpoint(tmp_path), []
+    checkpoints, seen = CheckpointFolder(tmp_path), []
     rate = schedules.steps(0.05, {1: 1e200}) if n_good_epochs else 1e200
     with (
         np.errstate(all="ignore"),
         pytest.raises(FloatingPointError, match=r"learning rate of (5e\+198|1e\+200) may be too high"),
     ):
-        for report in Model(name, rate=rate).epochs(5, 9, checkpoint=checkpoint):
+        for report in Model(name, rate=rate).epochs(5, 9, checkpoints=checkpoints):
             seen.append(report.rows_seen)
     assert seen == [ROWS] * n_good_epochs
-    paths = checkpoint.list_paths()
-    assert [checkpoint.load(path).meta["seen"] for path in paths] == seen
-    assert all(np.isfinite(array).all() for path in paths for array in checkpoint.load(path).arrays.values())
+    paths = checkpoints.list_paths()
+    assert [checkpoints.load(path).meta["seen"] for path in paths] == seen
+    assert all(np.isfinite(array).all() for path in paths for array in checkpoints.load(path).arrays.values())
 
 
 @pytest.mark.parametrize("name", ["BSP", "LocalSGD"])
@@ -374,11 +374,11 @@ def test_losses_are_summed_in_step_order(fork, tmp_path, name):
 
 
 def test_resume_truncates_records(tmp_path, two_ranks_per_test):
-    checkpoint, recorder = Checkpoint(tmp_path / "c", every=2), Recorder(tmp_path / "r", every=1)
-    list(Model("LocalSGD").epochs(5, 3, checkpoint=checkpoint, recorder=recorder))
-    paths = checkpoint.list_paths()
-    assert [checkpoint.load(path).meta["seen"] for path in paths] == [2 * ROWS, 3 * ROWS]
-    list(Model("LocalSGD").epochs(5, 3, checkpoint=checkpoint, recorder=recorder, resume=paths[0]))
+    checkpoints, recorder = CheckpointFolder(tmp_path / "c", every=2), Recorder(tmp_path / "r", every=1)
+    list(Model("LocalSGD").epochs(5, 3, checkpoints=checkpoints, recorder=recorder))
+    paths = checkpoints.list_paths()
+    assert [checkpoints.load(path).meta["seen"] for path in paths] == [2 * ROWS, 3 * ROWS]
+    list(Model("LocalSGD").epochs(5, 3, checkpoints=checkpoints, recorder=recorder, resume=paths[0]))
     files = read_records(tmp_path / "r")
     assert [record["seen"] for record in files["reports"]] == [ROWS, 2 * ROWS, 3 * ROWS]
     assert sum(line["rows"] for name, lines in files.items() if name != "reports" for line in lines) == 3 * ROWS
@@ -401,12 +401,12 @@ def test_excluded_parameters_stay_local(two_ranks_per_test):
 
 def test_checkpoint_folder_is_locked_by_a_trainer(fork, tmp_path):
     fork(1)
-    checkpoint, model = Checkpoint(tmp_path), Model("LocalSGD")
-    list(model.epochs(5, 1, checkpoint=checkpoint))
+    checkpoints, model = CheckpointFolder(tmp_path), Model("LocalSGD")
+    list(model.epochs(5, 1, checkpoints=checkpoints))
     with pytest.raises(CheckpointError, match="rows-0+[1-9][0-9]* is of another training run: continue it with"):
-        next(Model("LocalSGD").epochs(5, 1, checkpoint=checkpoint))
-    list(model.epochs(5, 2, checkpoint=checkpoint))  # the same model continues
-    assert [checkpoint.load(path).meta["epoch"] for path in checkpoint.list_paths()] == [1, 2]
+        next(Model("LocalSGD").epochs(5, 1, checkpoints=checkpoints))
+    list(model.epochs(5, 2, checkpoints=checkpoints))  # the same model continues
+    assert [checkpoints.load(path).meta["epoch"] for path in checkpoints.list_paths()] == [1, 2]
 
 
 # -- datasets that change --------------------------------------------------------------------------------------
@@ -441,11 +441,11 @@ def test_data_that_grow_between_two_reports(name, two_ranks_per_test):
 
 
 def test_data_that_grow_resume_at_the_end_of_an_epoch(tmp_path, two_ranks_per_test):
-    model, checkpoint = Model("LocalSGD"), Checkpoint(tmp_path, keep=9)
-    list(model.epochs(5, 1, rows=40, every=3, checkpoint=checkpoint))
-    within, end = checkpoint.list_paths()
+    model, checkpoints = Model("LocalSGD"), CheckpointFolder(tmp_path, keep=9)
+    list(model.epochs(5, 1, rows=40, every=3, checkpoints=checkpoints))
+    within, end = checkpoints.list_paths()
     again = Model("LocalSGD")
-    (report,) = again.epochs(5, 2, checkpoint=checkpoint, resume=end)
+    (report,) = again.epochs(5, 2, checkpoints=checkpoints, resume=end)
     assert report.rows_seen == 40 + ROWS and set(again.count_uses()) == {1.0, 2.0}
     for options, path in (({}, within), ({"seed": 1}, within), ({"rows": 30}, end)):
         with pytest.raises(CheckpointError, match="the order of rows would be another"):

@@ -9,7 +9,7 @@ import synkhronos as synk
 from synkhronos import exchange_rules
 from synkhronos.loading import Loader
 from synkhronos.training import (
-    Checkpoint,
+    CheckpointFolder,
     Trainer,
     make_train_function,
     make_train_function_serial,
@@ -107,7 +107,7 @@ EPOCHS = {
     "grace, 0": ({"grace": 0}, "grace"),
     "grace, a word": ({"grace": "long"}, "grace"),
     "recorder, a number": ({"recorder": 3}, "recorder"),
-    "checkpoint, a path": ({"checkpoint": "folder"}, "checkpoint"),
+    "checkpoints, a path": ({"checkpoints": "folder"}, "checkpoints"),
     "resume, no checkpoint": ({"resume": "latest"}, "resume"),
     "resume, a number": ({"resume": 3}, "resume"),
     "progress, a word": ({"progress": "bar"}, "progress"),
@@ -206,7 +206,7 @@ def test_schedule_refuses_wrong_arguments(name):
 @pytest.mark.parametrize("options", [{"keep": 0}, {"every": 0}, {"keep_best": 3}])
 def test_checkpoint_refuses_wrong_options(options, tmp_path):
     with raises((TypeError, ValueError), *options):
-        Checkpoint(tmp_path, **options)
+        CheckpointFolder(tmp_path, **options)
 
 
 def test_unknown_keywords_name_similar_ones():
@@ -214,7 +214,7 @@ def test_unknown_keywords_name_similar_ones():
         (lambda: EASGD(perod=3), "perod: unknown argument of EASGD.*similar: period"),
         (lambda: Loader([np.ones(3)], process=2), "process: unknown argument of Loader.*similar: processes"),
         (lambda: Trainer.epochs(None, *ROWS, 2, 1, validate=3), "validate: unknown argument of .*similar: valid"),
-        (lambda: Checkpoint("unused", best=1), "best: unknown argument of Checkpoint.*similar: keep_best"),
+        (lambda: CheckpointFolder("unused", best=1), "best: unknown argument of CheckpointFolder.*similar: keep_best"),
     ):
         with pytest.raises(TypeError, match=similar):
             call()

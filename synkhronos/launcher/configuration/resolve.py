@@ -25,7 +25,7 @@ from synkhronos.launcher.configuration.settings import (
     normalize_rule_name,
 )
 from synkhronos.launcher.configuration.sources import merge_sources
-from synkhronos.training.checkpoints.checkpoint import list_checkpoints
+from synkhronos.training.checkpoints.checkpoint_folder import list_checkpoints
 from synkhronos.training.monitoring.early_stopping import parse_monitored_metric
 
 _TRUE_WORDS = {"true", "yes", "on", "1"}

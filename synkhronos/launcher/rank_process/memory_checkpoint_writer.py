@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 
 from synkhronos.launcher.rank_process.model_state import ModelState
-from synkhronos.training.checkpoints.checkpoint import Checkpoint
+from synkhronos.training.checkpoints.checkpoint_folder import CheckpointFolder
 from synkhronos.training.loops.batch_loop import adapt_interval_steps
 
 #: Approximate number of seconds between two memory checkpoints.
@@ -20,7 +20,7 @@ class MemoryCheckpointWriter:
 
     def __init__(self, folder: str, state: ModelState):
         self._folder, self._state = folder, state
-        self._checkpoint: Checkpoint | None = None
+        self._checkpoints: CheckpointFolder | None = None
         self._interval_batches = self.due_batch = 1
         self._last_write_end = time.monotonic()
 
@@ -37,13 +37,13 @@ class MemoryCheckpointWriter:
         """
         state, write_start = self._state, time.monotonic()
         state.context.barrier("the memory checkpoint is due")
-        if state.context.number == 0 and self._checkpoint is None:
-            self._checkpoint = Checkpoint(self._folder, keep=1)
+        if state.context.number == 0 and self._checkpoints is None:
+            self._checkpoints = CheckpointFolder(self._folder, keep=1)
         if metrics is None:
             state.recorder.write_line()  # after a death, the next line starts from this checkpoint
             state.set_params_to_consensus()
         try:
-            state.save(metrics, self._checkpoint)
+            state.save(metrics, self._checkpoints)
         except OSError as error:
             error.add_note("on_death = 'continue' writes the state of all ranks into /dev/shm: give it more memory")
             raise

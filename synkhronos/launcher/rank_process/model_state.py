@@ -24,7 +24,7 @@ from synkhronos.launcher.model_class.model_recorder import ModelRecorder
 from synkhronos.launcher.rank_process.gradient_sum_rule import GradientSumRule
 from synkhronos.programs import LocalRows, RankContext
 from synkhronos.training.checkpoints import rank_state
-from synkhronos.training.checkpoints.checkpoint import Checkpoint, read_metadata
+from synkhronos.training.checkpoints.checkpoint_folder import CheckpointFolder, read_metadata
 from synkhronos.training.checkpoints.compatibility import check_can_resume, describe_training
 from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
 from synkhronos.training.monitoring.early_stopping import EarlyStopping
@@ -79,15 +79,15 @@ class ModelState:
         return state
 
     @cached_property
-    def checkpoints(self) -> Checkpoint:
-        """The run's folder of checkpoints.  Only rank 0 may open it."""
-        return Checkpoint(self.folder / "checkpoints", self.settings.keep, keep_best=self.settings.keep_best)
+    def checkpoints(self) -> CheckpointFolder:
+        """Folder of the run's checkpoints.  Only rank 0 may open it."""
+        return CheckpointFolder(self.folder / "checkpoints", self.settings.keep, keep_best=self.settings.keep_best)
 
-    def save(self, metrics: Mapping[str, float] | None, checkpoint: Checkpoint | None = None) -> None:
+    def save(self, metrics: Mapping[str, float] | None, checkpoints: CheckpointFolder | None = None) -> None:
         """Write a checkpoint of all ranks.  All ranks must call this.
 
         ``metrics`` are the metrics of the epoch that has just ended; None within an epoch.  Rank 0 writes into
-        ``checkpoint``, by default the run's folder of checkpoints.
+        ``checkpoints``, by default the run's folder of checkpoints.
         """
         is_within_epoch = metrics is None
         if isinstance(self.rule, GradientSumRule) and not self.applies_gradients:
@@ -116,7 +116,7 @@ class ModelState:
                 "totals": [steps for _, _, steps, _ in rank_entries],
                 "within": [position for *_, position in rank_entries] if is_within_epoch else None,
             }
-            (checkpoint or self.checkpoints).save(total_steps, arrays, meta, metrics)
+            (checkpoints or self.checkpoints).save(total_steps, arrays, meta, metrics)
         self.context.barrier("the checkpoint is written")
 
     def restore(self, path: str) -> None:

@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from synkhronos.training.checkpoints.checkpoint import list_checkpoints
+from synkhronos.training.checkpoints.checkpoint_folder import list_checkpoints
 
 #: Parent folder of the memory checkpoint folders.
 _PARENT_FOLDER = Path("/dev/shm")

@@ -42,7 +42,7 @@ from synkhronos.launcher.supervision.process_environment import make_python_path
 from synkhronos.launcher.supervision.rank_output import Console, LineSplitter, OutputWriter
 from synkhronos.launcher.supervision.run_folder import FAILURE_FILE, PROCESSES_FILE, DeathLog, add_to_run_record
 from synkhronos.ranks.errors import Death, describe_exit
-from synkhronos.training.checkpoints.checkpoint import copy_checkpoint, list_checkpoints
+from synkhronos.training.checkpoints.checkpoint_folder import copy_checkpoint, list_checkpoints
 from synkhronos.training.loops.death_limit import DeathLimit
 from synkhronos.training.loops.stop_signals import DUPLICATE_SIGNAL_SECONDS, STOP_SIGNALS
 

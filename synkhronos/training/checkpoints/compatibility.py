@@ -11,7 +11,7 @@ import numpy as np
 from synkhronos.checks import is_number
 from synkhronos.exchange_rules import Rule
 from synkhronos.graph_libraries import get_library
-from synkhronos.training.checkpoints.checkpoint import CheckpointError
+from synkhronos.training.checkpoints.checkpoint_folder import CheckpointError
 from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
 from synkhronos.training.updates.flat_gradient import get_shape
 from synkhronos.variable_types import SharedVariable
@@ -55,7 +55,7 @@ def describe_training(
 
 def check_can_resume(path: str | os.PathLike[str], meta: Mapping[str, Any], expected_meta: Mapping[str, Any]) -> None:
     """Raise CheckpointError if a checkpoint's description differs from ``expected_meta``, which describes this run."""
-    if (kind := meta.get("kind", "user")) != expected_meta["kind"]:  # users write checkpoints by `Checkpoint.save`
+    if (kind := meta.get("kind", "user")) != expected_meta["kind"]:  # users call `CheckpointFolder.save`
         raise CheckpointError(f"{path} is a checkpoint of a {kind}, got a {expected_meta['kind']}")
     _check_variables(path, "params", meta, expected_meta)  # first, since with another model everything else may differ
     if meta["rule"] != expected_meta["rule"]:

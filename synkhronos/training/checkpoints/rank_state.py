@@ -2,8 +2,8 @@
 
 Trainers and the launcher save and resume::
 
-    all ranks: collect_state --> one rank: pack_states      --> Checkpoint
-    all ranks: restore_state <-- one rank: check_can_resume <-- Checkpoint
+    all ranks: collect_state --> one rank: pack_states      --> CheckpointFolder
+    all ranks: restore_state <-- one rank: check_can_resume <-- CheckpointFolder
 
 While a report is made, all ranks have the rule's consensus parameters (`set_params_to_consensus`).  Each rank stores
 its own parameters under ``"own"`` until the next step.  A checkpoint has each rank's own parameters.
@@ -20,7 +20,7 @@ import numpy as np
 from synkhronos.exchange_rules import Rule, State
 from synkhronos.graph_libraries import get_library
 from synkhronos.programs import RankContext
-from synkhronos.training.checkpoints.checkpoint import CheckpointContent, read_checkpoint
+from synkhronos.training.checkpoints.checkpoint_folder import Checkpoint, read_checkpoint
 from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
 from synkhronos.variable_types import SharedVariable
 
@@ -82,7 +82,7 @@ def pack_states(
     return arrays, {"ranks": len(states_by_rank), "alike": is_joint, "streams": streams}
 
 
-def _unpack_states(content: CheckpointContent, spec: RankStateSpec) -> list[dict[str, Any]]:
+def _unpack_states(content: Checkpoint, spec: RankStateSpec) -> list[dict[str, Any]]:
     """Return the state of each rank from a checkpoint."""
     meta, arrays = content.meta, content.arrays
     shared = {name.removeprefix("shared."): array for name, array in arrays.items() if name.startswith("shared.")}

@@ -78,11 +78,11 @@ class Recorder:
                     line = "\n" + line
             file.write(f"{line}\n".encode())
 
-    def truncate(self, seen: int) -> None:
-        """Remove all lines after ``seen`` rows, where training resumes, and all lines without the entry ``seen``."""
+    def truncate(self, n_rows_seen: int) -> None:
+        """Remove all lines after ``n_rows_seen`` rows, where training resumes, and all lines without ``seen``."""
         for path in [self.folder / REPORT_FILE, *self.folder.glob(RANK_FILE_TEMPLATE.format("*"))]:
             if path.exists():
-                filter_lines(path, lambda record: record.get("seen", math.inf) <= seen)
+                filter_lines(path, lambda record: record.get("seen", math.inf) <= n_rows_seen)
 
 
 def filter_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
@@ -122,10 +122,10 @@ class TensorBoard:
         # A SummaryWriter would write later, from a thread, so a killed process would lose events.
         self._file = event_file_writer.EventsWriter(os.path.join(folder, "events"))
 
-    def truncate(self, seen: int) -> None:
-        """Make TensorBoard drop all events after ``seen`` rows, where training resumes."""
+    def truncate(self, n_rows_seen: int) -> None:
+        """Make TensorBoard drop all events after ``n_rows_seen`` rows, where training resumes."""
         log = self._proto.SessionLog
-        self._file.write_event(self._proto.Event(step=seen, session_log=log(status=log.START)))
+        self._file.write_event(self._proto.Event(step=n_rows_seen, session_log=log(status=log.START)))
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write an event for each number of a record; the step is the number of rows seen so far."""

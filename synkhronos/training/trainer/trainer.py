@@ -23,7 +23,7 @@ from synkhronos.data import data as make_data
 from synkhronos.exchange_rules import BSP, EAMSGD, Rule
 from synkhronos.loading import Loader
 from synkhronos.loading.loader import set_row_dtypes
-from synkhronos.training.checkpoints.checkpoint import Checkpoint, CheckpointError
+from synkhronos.training.checkpoints.checkpoint_folder import CheckpointError, CheckpointFolder
 from synkhronos.training.loops.stop_signals import StopSignalHandler, get_requested_stop
 from synkhronos.training.monitoring.report import Report
 from synkhronos.training.monitoring.validation_metrics import parse_metrics
@@ -95,7 +95,7 @@ class Trainer:
         every: int | None = None,
         patience: int | None = None,
         recorder: Any = None,
-        checkpoint: Checkpoint | None = None,
+        checkpoints: CheckpointFolder | None = None,
         resume: Any = None,
         progress: bool = False,
         grace: float = 30.0,
@@ -126,20 +126,20 @@ class Trainer:
             Number of steps of each rank between two reports.  Default: an epoch.
         patience : int, optional
             Number of reports without an improvement of a metric after which training stops.  The metric is that of
-            ``checkpoint.keep_best``, or else the first value of `validate`; lower is better.  After `resume`, another
+            ``checkpoints.keep_best``, or else the first value of `validate`; lower is better.  After `resume`, another
             metric starts a new comparison.
         recorder : Recorder, or object with ``write(dict)``, or a list of these, optional
             Objects that get each report as a dict.
-        checkpoint : Checkpoint, optional
+        checkpoints : CheckpointFolder, optional
             Folder in which checkpoints are saved.  It is locked until the last report.
         resume : "latest" or path, optional
-            Checkpoint from which the training continues: the newest one in the folder of `checkpoint`, if there is one,
-            or the checkpoint at a path.
+            Checkpoint from which the training continues: the newest of `checkpoints`, if there is one, or the one at a
+            path.
         progress : bool
             Whether to show a progress bar, which needs tqdm.
         grace : float
             Maximal number of seconds for writing a checkpoint after SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2.  It needs
-            `checkpoint`, and a signal for which you have not installed a handler.
+            `checkpoints`, and a signal for which you have not installed a handler.
         on_death : {"stop", "continue"}
             Effect of the death of a worker, such as by SIGKILL when memory runs out: "stop" raises WorkerError;
             "continue" replaces the workers and repeats the last step, see the notes.
@@ -187,19 +187,19 @@ class Trainer:
                 check_at_least(value, name, 1)
         check_enough_rows(count, batch_size)
         valid_data = self._make_validation_data(valid)
-        self._check_metric(valid is not None, patience, checkpoint)
+        self._check_metric(valid is not None, patience, checkpoints)
         recorders = list(recorder) if isinstance(recorder, list | tuple) else [] if recorder is None else [recorder]
         for candidate in recorders:
             if not hasattr(candidate, "write"):
                 raise TypeError(
                     f"recorder: expected something with a method write(dict), such as a Recorder, got {candidate!r}"
                 )
-        if checkpoint is not None and not isinstance(checkpoint, Checkpoint):
-            raise TypeError(f"checkpoint: expected a Checkpoint, got {checkpoint!r}")
+        if checkpoints is not None and not isinstance(checkpoints, CheckpointFolder):
+            raise TypeError(f"checkpoints: expected a CheckpointFolder, got {checkpoints!r}")
         if resume is not None and not isinstance(resume, str | os.PathLike):
             raise TypeError(f"resume: expected 'latest' or a path, got {resume!r}")
-        if resume == "latest" and checkpoint is None:
-            raise ValueError("resume: expected a path, or checkpoint=..., in which to look for the latest")
+        if resume == "latest" and checkpoints is None:
+            raise ValueError("resume: expected a path, or checkpoints=..., in which to look for the latest")
         check_choice(on_death, "on_death", ("stop", "continue"))
         max_deaths, death_policy = check_at_least(max_deaths, "max_deaths", 1), DeathPolicy()
         if on_death == "continue":
@@ -212,7 +212,7 @@ class Trainer:
             valid=valid_data,
             patience=patience,
             recorders=recorders,
-            checkpoint=checkpoint,
+            checkpoints=checkpoints,
             shows_progress_bar=check_flag(progress, "progress"),
             death_policy=death_policy,
         )
@@ -231,27 +231,27 @@ class Trainer:
             return valid
         return self._make_data(valid[0], valid[1], "valid")
 
-    def _check_metric(self, has_validation: bool, patience: int | None, checkpoint: Checkpoint | None) -> None:
+    def _check_metric(self, has_validation: bool, patience: int | None, checkpoints: CheckpointFolder | None) -> None:
         """Check that reports will have the metric of ``keep_best`` and of ``patience``."""
-        keep_best = checkpoint.keep_best if isinstance(checkpoint, Checkpoint) else None
+        keep_best = checkpoints.keep_best if isinstance(checkpoints, CheckpointFolder) else None
         if patience is not None and not has_validation and keep_best is None:
             raise ValueError("patience: expected validation data, valid=..., to compare")
         names = ["loss", *(self._model.metrics if has_validation else ())]
         if keep_best is not None and keep_best[0] not in names:
-            raise ValueError(f"checkpoint: keep_best expects one of {', '.join(names)}, got {keep_best[0]!r}")
+            raise ValueError(f"checkpoints: keep_best expects one of {', '.join(names)}, got {keep_best[0]!r}")
 
     def _iterate_reports(self, loop: TrainerEpochLoop, resume: object, grace: float) -> Iterator[Report]:
-        checkpoint = loop.checkpoint
+        checkpoints = loop.checkpoints
         with contextlib.ExitStack() as stack:
-            if checkpoint is not None:
-                checkpoint.lock()
-                stack.callback(checkpoint.unlock)
+            if checkpoints is not None:
+                checkpoints.lock()
+                stack.callback(checkpoints.unlock)
                 stack.enter_context(StopSignalHandler(grace))
             self._loop = loop
             loop.begin(resume)
             stack.enter_context(loop.death_policy.enable_recovery())
             yield from loop.iterate_reports()
-            if checkpoint is not None and get_requested_stop():
+            if checkpoints is not None and get_requested_stop():
                 raise SystemExit(128 + get_requested_stop())
 
     def restore_best(self) -> Path:
@@ -263,20 +263,21 @@ class Trainer:
         Raises
         ------
         RuntimeError
-            If `epochs` was not called on these ranks with a checkpoint that has `keep_best`.
+            If `epochs` was not called on these ranks with `checkpoints` that have a `keep_best`.
         CheckpointError
             If there is none, or it is damaged.
         """
         loop = self._loop
-        checkpoint = None if loop is None or loop.session is not ranks.get_session() else loop.checkpoint
-        if loop is None or checkpoint is None or checkpoint.keep_best is None:
+        checkpoints = None if loop is None or loop.session is not ranks.get_session() else loop.checkpoints
+        if loop is None or checkpoints is None or checkpoints.keep_best is None:
             raise RuntimeError(
-                "restore_best(): expected a call of epochs(..., checkpoint=Checkpoint(folder, keep_best=...)) before it"
+                "restore_best(): expected a call of epochs(..., checkpoints=CheckpointFolder(folder, keep_best=...)) "
+                "before it"
             )
-        path = checkpoint.find_best()
+        path = checkpoints.find_best()
         if path is None:
             raise CheckpointError(
-                f"{checkpoint.folder}: expected a checkpoint with {checkpoint.keep_best[0]}, found none"
+                f"{checkpoints.folder}: expected a checkpoint with {checkpoints.keep_best[0]}, found none"
             )
         self._model.state.restore(path, loop.data, self.schedule)
         return path

@@ -29,7 +29,7 @@ from synkhronos.programs import run
 from synkhronos.ranks import WorkerError
 from synkhronos.training import schedules
 from synkhronos.training.checkpoints import rank_state
-from synkhronos.training.checkpoints.checkpoint import Checkpoint
+from synkhronos.training.checkpoints.checkpoint_folder import CheckpointFolder
 from synkhronos.training.loops.epoch_loop import EpochLoop
 from synkhronos.training.loops.stop_signals import get_requested_stop
 from synkhronos.training.monitoring.early_stopping import EarlyStopping
@@ -66,7 +66,7 @@ class TrainerEpochLoop(EpochLoop):
     patience: int | None
     #: Objects with a method ``write(record)``.
     recorders: list[Any]
-    checkpoint: Checkpoint | None
+    checkpoints: CheckpointFolder | None
     #: Whether to show a progress bar.
     shows_progress_bar: bool
     #: Policy for deaths of workers, by ``on_death``.
@@ -74,10 +74,10 @@ class TrainerEpochLoop(EpochLoop):
 
     def __post_init__(self) -> None:
         self.first_metric = "loss" if self.valid is None else next(iter(self.model.metrics))
-        keep_best = None if self.checkpoint is None else self.checkpoint.keep_best
+        keep_best = None if self.checkpoints is None else self.checkpoints.keep_best
         self.metric = keep_best or (self.first_metric, "min")
         self.saves_best = keep_best is not None
-        self.checkpoint_every = 0 if self.checkpoint is None else self.checkpoint.every
+        self.checkpoint_every = 0 if self.checkpoints is None else self.checkpoints.every
 
     @property
     def position(self) -> TrainerPosition:
@@ -91,14 +91,14 @@ class TrainerEpochLoop(EpochLoop):
 
     def begin(self, resume: Any) -> None:
         """Allocate shared memory, and restore the checkpoint that ``resume`` names, if any."""
-        model, checkpoint, state = self.model, self.checkpoint, self.model.state
+        model, checkpoints, state = self.model, self.checkpoints, self.model.state
         self.session = ranks.get_session()
         state.reset_if_session_is_new(self.session, model)
         self.batch_counts = make_data(shape=(self.session.size + 1,), dtype="int64")
         self.data.allocate_row_order()
         if resume == "latest":
-            assert checkpoint is not None
-            resume = next(reversed(checkpoint.list_paths()), None)
+            assert checkpoints is not None
+            resume = next(reversed(checkpoints.list_paths()), None)
         if resume is not None:
             n_rows_seen = state.restore(resume, self.data, model.schedule)
             self._remove_later_records(n_rows_seen)
@@ -109,8 +109,8 @@ class TrainerEpochLoop(EpochLoop):
                 f"ended within an epoch of these, got {self.data.n_epoch_rows:,} and {self.data.seed}, or "
                 "data_parts in another order"
             )
-        elif checkpoint is not None:
-            checkpoint.check_no_newer(self.position.n_rows_seen)
+        elif checkpoints is not None:
+            checkpoints.check_no_newer(self.position.n_rows_seen)
         metric = "loss" if self.valid is None else f"validation {self.first_metric}"
         if self.metric != (self.first_metric, "min"):
             metric += f", {' '.join(self.metric)}"
@@ -129,7 +129,7 @@ class TrainerEpochLoop(EpochLoop):
 
     def is_stop_requested(self) -> bool:
         """Whether a signal has requested a stop."""
-        return self.checkpoint is not None and bool(get_requested_stop())
+        return self.checkpoints is not None and bool(get_requested_stop())
 
     # -- an interval -----------------------------------------------------------------------------------------
 
@@ -204,7 +204,7 @@ class TrainerEpochLoop(EpochLoop):
             recorders=[recorder for recorder in self.recorders if isinstance(recorder, Recorder)],
             shows_progress_bar=self.shows_progress_bar,
             rank_groups=get_ranks_by_host_of_parts(data.arrays) or [range(ranks.get_session().size)],
-            can_stop=self.checkpoint is not None,
+            can_stop=self.checkpoints is not None,
             earlier_totals=resize_totals(
                 position.totals, 1 if model.joint_step is not None else ranks.get_session().size
             ),
@@ -269,7 +269,7 @@ class TrainerEpochLoop(EpochLoop):
 
     def validate(self, report: Report) -> bool:
         """Compute the metrics over all validation rows, unless a signal stops the validation."""
-        generators = self.model.state.spec.variables.generators if self.checkpoint is not None else []
+        generators = self.model.state.spec.variables.generators if self.checkpoints is not None else []
 
         def validate_or_undo() -> bool:
             # After a death the whole validation is repeated, since there may be fewer ranks.
@@ -349,17 +349,21 @@ class TrainerEpochLoop(EpochLoop):
         self._save(report.rows_seen)
 
     def _save(self, n_rows_seen: int) -> None:
-        checkpoint, model = self.checkpoint, self.model
-        assert checkpoint is not None
-        self.death_policy.run_idempotent(lambda: model.state.save(checkpoint, self.data, model.schedule, n_rows_seen))
+        checkpoints, model = self.checkpoints, self.model
+        assert checkpoints is not None
+        self.death_policy.run_idempotent(lambda: model.state.save(checkpoints, self.data, model.schedule, n_rows_seen))
 
     def save_at_signal(self) -> NoReturn:
         """Write a checkpoint between two reports, and exit with the status of the signal."""
         number = get_requested_stop()
-        message, position, checkpoint = f"{signal.Signals(number).name}: training ends", self.position, self.checkpoint
-        assert checkpoint is not None
+        message, position, checkpoints = (
+            f"{signal.Signals(number).name}: training ends",
+            self.position,
+            self.checkpoints,
+        )
+        assert checkpoints is not None
         if all(math.isfinite(total.weighted_loss_sum) for total in position.totals):
             self._save(position.n_rows_seen)
-            message += f"; go on with resume={str(checkpoint.get_path(position.n_rows_seen))!r}"
+            message += f"; go on with resume={str(checkpoints.get_path(position.n_rows_seen))!r}"
         sys.stderr.write(f"{message}\n")
         raise SystemExit(128 + number)

@@ -15,7 +15,12 @@ from synkhronos.exchange_rules.state import FlatVariables
 from synkhronos.programs import run
 from synkhronos.training import schedules
 from synkhronos.training.checkpoints import rank_state
-from synkhronos.training.checkpoints.checkpoint import Checkpoint, CheckpointError, read_checkpoint, read_metadata
+from synkhronos.training.checkpoints.checkpoint_folder import (
+    CheckpointError,
+    CheckpointFolder,
+    read_checkpoint,
+    read_metadata,
+)
 from synkhronos.training.checkpoints.compatibility import check_can_resume, describe_training
 from synkhronos.training.monitoring.early_stopping import EarlyStopping
 from synkhronos.training.monitoring.meter import RankTotals, resize_totals
@@ -101,7 +106,7 @@ class TrainerState:
         if self._sharded_step is not None and vector is not None:
             self._sharded_step.set_state_vector(self.variables.whole_optimizer, vector)
 
-    def save(self, checkpoint: Checkpoint, data: EpochData, schedule: Schedule, n_rows_seen: int) -> None:
+    def save(self, checkpoints: CheckpointFolder, data: EpochData, schedule: Schedule, n_rows_seen: int) -> None:
         """Write a checkpoint of all ranks; its metrics are those of a report, if it follows one directly."""
         position = self.position
         by_rank = run(rank_state.collect_state, self.spec)
@@ -126,7 +131,7 @@ class TrainerState:
             "schedule": schedules.get_state(schedule),
             "steps_taken": position.steps,
         }
-        checkpoint.save(n_rows_seen, arrays, meta, {} if position.totals else position.metrics)
+        checkpoints.save(n_rows_seen, arrays, meta, {} if position.totals else position.metrics)
 
     def restore(self, path: str | os.PathLike[str], data: EpochData, schedule: Schedule) -> int:
         """Restore all ranks and the position from a checkpoint; return the number of rows trained on so far."""

@@ -286,7 +286,7 @@ def parts_trainer(counts: str) -> None:
 
     from trainer_model import ALL, SYNCHRONOUS, Model, X, Y
 
-    from synkhronos.training import Checkpoint, CheckpointError
+    from synkhronos.training import CheckpointError, CheckpointFolder
 
     n, sizes, length = fork(), list(map(int, counts.split("+"))), 59
     ranks_by_host = [range(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
@@ -303,7 +303,7 @@ def parts_trainer(counts: str) -> None:
             with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
                 model = Model(name)
                 before = synk.bytes_sent()
-                keep = {"valid": (x, y), "every": 3, "checkpoint": Checkpoint(folder, keep=9)}
+                keep = {"valid": (x, y), "every": 3, "checkpoints": CheckpointFolder(folder, keep=9)}
                 reports = list(model.trainer.epochs(x, y, 3, 2, **keep))
                 assert [report.rows_seen for report in reports] == [36, 48, 84, 96]
                 used = np.asarray(synk.gather(model.counts, nd_up=1))[:, :length]
@@ -318,7 +318,7 @@ def parts_trainer(counts: str) -> None:
                 if name not in SYNCHRONOUS:
                     continue
                 again = Model(name)
-                within = Checkpoint(folder).list_paths()[2]
+                within = CheckpointFolder(folder).list_paths()[2]
                 resumed_reports = list(again.trainer.epochs(x, y, 3, 2, valid=(x, y), resume=within))
                 assert np.array_equal(again.values(), model.values()), name
                 numbers = [(r.loss, r.validation["mse"]) for r in [*reports, *resumed_reports]]
@@ -471,15 +471,15 @@ def trainer() -> None:
 
     from trainer_model import SYNCHRONOUS, Model
 
-    from synkhronos.training import Checkpoint
+    from synkhronos.training import CheckpointFolder
 
     fork()
     for name in SYNCHRONOUS:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
             model = Model(name)
-            losses = [r.loss for r in model.epochs(5, 2, valid=None, checkpoint=Checkpoint(folder))]
+            losses = [r.loss for r in model.epochs(5, 2, valid=None, checkpoints=CheckpointFolder(folder))]
             again = Model(name)
-            resumed_losses = [r.loss for r in again.epochs(5, 3, checkpoint=Checkpoint(folder), resume="latest")]
+            resumed_losses = [r.loss for r in again.epochs(5, 3, checkpoints=CheckpointFolder(folder), resume="latest")]
         print(name, compute_digest(model.values(), losses, again.values(), resumed_losses))
 
 
@@ -489,17 +489,17 @@ def options() -> None:
 
     from trainer_model import Model, X, Y
 
-    from synkhronos.training import Checkpoint
+    from synkhronos.training import CheckpointFolder
 
     fork()
     kwargs: dict[str, Any] = {"clip_norm": 0.5, "ema": 0.9, "num_slices": 2}
     for rule, shards in ((updates.momentum, False), (updates.adam, True)):
         with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
             model = Model("BSP", update=rule, shard_optimizer=shards, **kwargs)
-            losses = [r.loss for r in model.epochs(5, 2, rows=47, valid=(X, Y), checkpoint=Checkpoint(folder))]
+            losses = [r.loss for r in model.epochs(5, 2, rows=47, valid=(X, Y), checkpoints=CheckpointFolder(folder))]
             again = Model("BSP", update=rule, shard_optimizer=shards, **kwargs)
             resumed_losses = [
-                r.loss for r in again.epochs(5, 4, rows=47, checkpoint=Checkpoint(folder), resume="latest")
+                r.loss for r in again.epochs(5, 4, rows=47, checkpoints=CheckpointFolder(folder), resume="latest")
             ]
         averages = [average.get_value() for average in again.trainer.get_ema()]
         print(rule.__name__, compute_digest(model.values(), losses, again.values(), resumed_losses, *averages))
@@ -511,7 +511,7 @@ def train_asynchronously() -> None:
 
     from trainer_model import ALL, SYNCHRONOUS, Model, X, Y
 
-    from synkhronos.training import Checkpoint
+    from synkhronos.training import CheckpointFolder
 
     fork()
     for name in ALL:
@@ -520,13 +520,13 @@ def train_asynchronously() -> None:
         rate = 0.01 if name in ("Downpour", "ASGD") else 0.05
         with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
             model = Model(name, rate=rate)
-            first, *_, last = model.epochs(5, 8, valid=(X, Y), checkpoint=Checkpoint(folder, keep=9))
+            first, *_, last = model.epochs(5, 8, valid=(X, Y), checkpoints=CheckpointFolder(folder, keep=9))
             assert model.count_uses().tolist() == [8.0] * len(X), name
             assert last.validation["mse"] < 0.3 * first.loss, (name, first, last)
             mse = np.mean((X @ model.w.get_value() + model.b.get_value() - Y) ** 2)
             np.testing.assert_allclose(last.validation["mse"], mse, err_msg=name)
             again = Model(name, rate=rate)
-            *_, last_report = again.epochs(5, 16, valid=(X, Y), checkpoint=Checkpoint(folder), resume="latest")
+            *_, last_report = again.epochs(5, 16, valid=(X, Y), checkpoints=CheckpointFolder(folder), resume="latest")
             assert again.count_uses().tolist() == [16.0] * len(X), name
             assert last_report.validation["mse"] < last.validation["mse"], (name, last, last_report)
     print("right")
@@ -694,14 +694,14 @@ def survive_host(name: str, fault: str, source: str = "arrays") -> None:
     from trainer_model import SYNCHRONOUS, Model, X, Y, make_epochs, take_rows
 
     from hosts import simulated
-    from synkhronos.training import Checkpoint
+    from synkhronos.training import CheckpointFolder
 
     n = fork()
     parts = synk.data_parts(partial(take_rows, Y), len(Y), name="parts")
     (host, count), is_ambiguous = HOSTS[-1].split(":"), fault == "host" and len(HOSTS) > 2
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, Killer() as killer, contextlib.ExitStack() as stack:
         model, reports = Model(name), []
-        for report in make_epochs(model, source, 3, checkpoint=Checkpoint(folder, keep=9)):
+        for report in make_epochs(model, source, 3, checkpoints=CheckpointFolder(folder, keep=9)):
             reports.append(report)
             if len(reports) > 1:
                 continue
@@ -724,8 +724,8 @@ def survive_host(name: str, fault: str, source: str = "arrays") -> None:
         synk.close()
         fork.cache_clear()
         synk.fork(left, use_gpu=False)
-        resumed, checkpoint = Model(name), Checkpoint(folder, keep=9)
-        resumed_reports = list(resumed.epochs(5, 3, valid=(X, Y), resume=checkpoint.get_path(len(X))))
+        resumed, checkpoints = Model(name), CheckpointFolder(folder, keep=9)
+        resumed_reports = list(resumed.epochs(5, 3, valid=(X, Y), resume=checkpoints.get_path(len(X))))
     if name in SYNCHRONOUS and source != "parts":
         np.testing.assert_array_equal(resumed.values(), model.values())
         assert [(r.loss, r.validation) for r in resumed_reports] == [(r.loss, r.validation) for r in reports[1:]]

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from synkhronos.training import Checkpoint, CheckpointError
-from synkhronos.training.checkpoints.checkpoint import read_metadata
+from synkhronos.training import CheckpointError, CheckpointFolder
+from synkhronos.training.checkpoints.checkpoint_folder import read_metadata
 
 FILES = ["state.safetensors", "meta.json", "SHA256SUMS"]
 ARRAYS = {"w": np.arange(1000.0), "n": np.array(3), "t": np.arange(6, dtype="float32").reshape(2, 3).T}
@@ -29,9 +29,9 @@ def list_entries(folder):
 
 
 def test_checkpoint_load_returns_the_saved_arrays(tmp_path):
-    checkpoint = Checkpoint(tmp_path / "new" / "folder")
-    path = checkpoint.save(12, ARRAYS, {"epoch": 1, "name": "x"})
-    stored = checkpoint.load()
+    checkpoints = CheckpointFolder(tmp_path / "new" / "folder")
+    path = checkpoints.save(12, ARRAYS, {"epoch": 1, "name": "x"})
+    stored = checkpoints.load()
     assert stored.path == path and stored.meta == {"epoch": 1, "name": "x"}
     for name, array in ARRAYS.items():
         np.testing.assert_array_equal(stored.arrays[name], array)
@@ -39,34 +39,34 @@ def test_checkpoint_load_returns_the_saved_arrays(tmp_path):
 
 
 def test_checkpoint_keep_retains_the_newest(tmp_path):
-    checkpoint = Checkpoint(tmp_path, keep=2)
+    checkpoints = CheckpointFolder(tmp_path, keep=2)
     for seen in (5, 10, 2000000):
-        checkpoint.save(seen, ARRAYS, {"seen": seen})
-    assert [checkpoint.load(path).meta["seen"] for path in checkpoint.list_paths()] == [10, 2000000]
-    checkpoint.save(2000000, ARRAYS, {"seen": "again"})
-    assert checkpoint.load().meta["seen"] == "again"
+        checkpoints.save(seen, ARRAYS, {"seen": seen})
+    assert [checkpoints.load(path).meta["seen"] for path in checkpoints.list_paths()] == [10, 2000000]
+    checkpoints.save(2000000, ARRAYS, {"seen": "again"})
+    assert checkpoints.load().meta["seen"] == "again"
     assert len(list_entries(tmp_path)) == 2
 
 
 def test_checkpoint_save_removes_later_ones(tmp_path):
-    checkpoint = Checkpoint(tmp_path, keep=3)
+    checkpoints = CheckpointFolder(tmp_path, keep=3)
     for seen in (10, 20, 30):
-        checkpoint.save(seen, ARRAYS, {"seen": seen})
-    checkpoint.save(15, ARRAYS, {"seen": 15})  # on from 10
-    assert [checkpoint.load(path).meta["seen"] for path in checkpoint.list_paths()] == [10, 15]
+        checkpoints.save(seen, ARRAYS, {"seen": seen})
+    checkpoints.save(15, ARRAYS, {"seen": 15})  # on from 10
+    assert [checkpoints.load(path).meta["seen"] for path in checkpoints.list_paths()] == [10, 15]
 
 
 def test_checkpoints_sort_by_any_number_of_rows(tmp_path):
-    checkpoint = Checkpoint(tmp_path)
+    checkpoints = CheckpointFolder(tmp_path)
     for seen in (10**12 - 1, 10**12, 10**15):
-        checkpoint.save(seen, ARRAYS, {"seen": seen})
-    assert [checkpoint.load(path).meta["seen"] for path in checkpoint.list_paths()] == [10**12 - 1, 10**12, 10**15]
+        checkpoints.save(seen, ARRAYS, {"seen": seen})
+    assert [checkpoints.load(path).meta["seen"] for path in checkpoints.list_paths()] == [10**12 - 1, 10**12, 10**15]
     with pytest.raises(CheckpointError, match="another training"):
-        checkpoint.check_no_newer(10**12)
-    checkpoint.check_no_newer(10**15)
+        checkpoints.check_no_newer(10**12)
+    checkpoints.check_no_newer(10**15)
     for wrong, error in [(-1, ValueError), (1.5, TypeError), ("1", TypeError)]:
-        with pytest.raises(error, match="seen: expected"):
-            checkpoint.save(wrong, ARRAYS, {})
+        with pytest.raises(error, match="n_rows_seen: expected"):
+            checkpoints.save(wrong, ARRAYS, {})
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_checkpoints_sort_by_any_number_of_rows(tmp_path):
 )
 def test_checkpoint_refuses_lossy_arrays(tmp_path, array):
     with pytest.raises(TypeError, match="arrays: expected booleans, integers, floats or complex64, got .* for 'odd'"):
-        Checkpoint(tmp_path).save(1, {"w": np.ones(1), "odd": array}, {})
+        CheckpointFolder(tmp_path).save(1, {"w": np.ones(1), "odd": array}, {})
     assert list_entries(tmp_path) == []
 
 
@@ -111,7 +111,7 @@ def save_and_die(folder, call_number, seen, keep=1):
     try:
         for name in CALLS:
             setattr(os, name, fatal(name, getattr(os, name)))
-        Checkpoint(folder, keep=keep).save(seen, {"w": np.full(1000, 2.0)}, {"number": 2})
+        CheckpointFolder(folder, keep=keep).save(seen, {"w": np.full(1000, 2.0)}, {"number": 2})
         end(0)
     finally:
         end(1)
@@ -120,7 +120,7 @@ def save_and_die(folder, call_number, seen, keep=1):
 @pytest.mark.parametrize("seen", [200, 100], ids=["another", "in place of the same"])
 @pytest.mark.slow
 def test_checkpoint_survives_a_kill_at_any_call(tmp_path, seen):
-    Checkpoint(tmp_path / "before", keep=1).save(100, {"w": np.full(1000, 1.0)}, {"number": 1})
+    CheckpointFolder(tmp_path / "before", keep=1).save(100, {"w": np.full(1000, 1.0)}, {"number": 1})
 
     def run(folder, call_number):
         shutil.copytree(tmp_path / "before", folder)
@@ -132,12 +132,12 @@ def test_checkpoint_survives_a_kill_at_any_call(tmp_path, seen):
     for call_number in range(1, calls + 1):
         folder = tmp_path / str(call_number)
         assert run(folder, call_number)[1] == 9
-        stored = Checkpoint(folder).load()
+        stored = CheckpointFolder(folder).load()
         assert stored.arrays["w"].tolist() == [float(stored.meta["number"])] * 1000
         checkpoints.append(stored.meta["number"])
         # The next checkpoint is written as usual.
-        Checkpoint(folder, keep=1).save(300, {"w": np.zeros(1)}, {"number": 3})
-        assert Checkpoint(folder).load().meta["number"] == 3
+        CheckpointFolder(folder, keep=1).save(300, {"w": np.zeros(1)}, {"number": 3})
+        assert CheckpointFolder(folder).load().meta["number"] == 3
         assert len(list_entries(folder)) == 1
     assert checkpoints == sorted(checkpoints) and checkpoints[0] == 1 and checkpoints[-1] == 2
 
@@ -145,7 +145,7 @@ def test_checkpoint_survives_a_kill_at_any_call(tmp_path, seen):
 @pytest.mark.slow
 def test_checkpoint_kill_leaves_no_later_stale_checkpoint(tmp_path):
     for seen in (10, 20, 30):
-        Checkpoint(tmp_path / "before").save(seen, {"w": np.ones(1000)}, {})
+        CheckpointFolder(tmp_path / "before").save(seen, {"w": np.ones(1000)}, {})
 
     def run(folder, call_number):
         shutil.copytree(tmp_path / "before", folder)
@@ -154,15 +154,15 @@ def test_checkpoint_kill_leaves_no_later_stale_checkpoint(tmp_path):
     for call_number in range(1, run(tmp_path / "whole", -1) + 1):
         folder = tmp_path / str(call_number)
         run(folder, call_number)
-        names = [int(path.name.removeprefix("rows-")) for path in Checkpoint(folder).list_paths()]
+        names = [int(path.name.removeprefix("rows-")) for path in CheckpointFolder(folder).list_paths()]
         assert names in ([10, 20, 30], [10, 20], [10], [10, 15])
-        for path in Checkpoint(folder).list_paths():
-            Checkpoint(folder).load(path)  # no checkpoint is removed in part
+        for path in CheckpointFolder(folder).list_paths():
+            CheckpointFolder(folder).load(path)  # no checkpoint is removed in part
 
 
 def test_checkpoint_survives_a_full_disk(tmp_path, monkeypatch):
-    checkpoint = Checkpoint(tmp_path)
-    checkpoint.save(1, ARRAYS, {"number": 1})
+    checkpoints = CheckpointFolder(tmp_path)
+    checkpoints.save(1, ARRAYS, {"number": 1})
 
     def full(file, data):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -170,40 +170,40 @@ def test_checkpoint_survives_a_full_disk(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
         with pytest.raises(OSError, match="No space left"):
-            checkpoint.save(2, ARRAYS, {"number": 2})
-    assert checkpoint.load().meta["number"] == 1
+            checkpoints.save(2, ARRAYS, {"number": 2})
+    assert checkpoints.load().meta["number"] == 1
     assert len(list_entries(tmp_path)) == 1
 
 
 def test_checkpoint_load_refuses_other_files(tmp_path):
-    checkpoint = Checkpoint(tmp_path)
+    checkpoints = CheckpointFolder(tmp_path)
     with pytest.raises(FileNotFoundError, match="expected a checkpoint, found none"):
-        checkpoint.load()
-    path = checkpoint.save(1, ARRAYS, {})
+        checkpoints.load()
+    path = checkpoints.save(1, ARRAYS, {})
     for damaged in (b"{", b"[]", b"\xff", b"{}"):
         (path / "meta.json").write_bytes(damaged)
         with pytest.raises(CheckpointError, match=r"is damaged: .*take an older one"):
-            checkpoint.load()
+            checkpoints.load()
     content = (path / "state.safetensors").read_bytes()
     for damaged in (content[:-8], b"", b"\xff" * 100, content[8:]):
         (path / "state.safetensors").write_bytes(damaged)
         with pytest.raises(CheckpointError, match="is damaged"):
-            checkpoint.load()
+            checkpoints.load()
     (path / "state.safetensors").unlink()
     with pytest.raises(CheckpointError, match="expected a checkpoint, with state.safetensors"):
-        checkpoint.load()
+        checkpoints.load()
     with pytest.raises(ValueError, match="keep: expected at least 1, got 0"):
-        Checkpoint(tmp_path, keep=0)
+        CheckpointFolder(tmp_path, keep=0)
 
 
 def test_checkpoint_of_equal_rows_is_not_later(tmp_path):
-    checkpoint = Checkpoint(tmp_path)
-    path = checkpoint.save(1000, {"w": np.ones(1)}, {})
-    checkpoint.unlock()
+    checkpoints = CheckpointFolder(tmp_path)
+    path = checkpoints.save(1000, {"w": np.ones(1)}, {})
+    checkpoints.unlock()
     os.rename(path, f"{path}.old")  # as after a kill between two renames
-    checkpoint.check_no_newer(1000)
+    checkpoints.check_no_newer(1000)
     with pytest.raises(CheckpointError, match="another training"):
-        checkpoint.check_no_newer(999)
+        checkpoints.check_no_newer(999)
 
 
 # -- damage ----------------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ def write_right_digests(path):
 
 
 def test_checkpoint_load_refuses_earlier_versions(tmp_path):
-    path = Checkpoint(tmp_path).save(1, ARRAYS, {})
+    path = CheckpointFolder(tmp_path).save(1, ARRAYS, {})
     (path / "meta.json").write_text(json.dumps({"format": 1}))
     (path / "SHA256SUMS").unlink()
     with pytest.raises(CheckpointError, match="it has no SHA256SUMS if an earlier version wrote it"):
@@ -233,18 +233,18 @@ META = {"epoch": 1, "best": 0.5}
 
 @pytest.fixture(scope="module")
 def sound_checkpoint(tmp_path_factory):
-    return Checkpoint(tmp_path_factory.mktemp("sound")).save(7, SMALL, META, {"mse": 0.5})
+    return CheckpointFolder(tmp_path_factory.mktemp("sound")).save(7, SMALL, META, {"mse": 0.5})
 
 
 def is_sound_or_refused(path):
     """Return True if a checkpoint equals the saved one, False if loading raises CheckpointError."""
     with contextlib.suppress(CheckpointError):
-        stored = Checkpoint(path.parent).load(path)
+        stored = CheckpointFolder(path.parent).load(path)
         assert stored.arrays.keys() == SMALL.keys() and stored.meta == META and stored.metrics == {"mse": 0.5}
         for name, array in SMALL.items():
             assert stored.arrays[name].dtype == array.dtype and stored.arrays[name].tolist() == array.tolist()
         return True
-    assert Checkpoint(path.parent, keep_best="mse").find_best() in (path, None)  # listing reads no arrays
+    assert CheckpointFolder(path.parent, keep_best="mse").find_best() in (path, None)  # listing reads no arrays
     return False
 
 
@@ -338,10 +338,10 @@ def write_many(folder, number):
     """Return a function that writes checkpoints as a trainer does, and reports which are refused."""
 
     def run(pipe):
-        checkpoint = Checkpoint(folder, keep=50)
+        checkpoints = CheckpointFolder(folder, keep=50)
         for seen in range(1, 21):
             try:
-                checkpoint.save(seen, {"w": np.full(20000, float(number))}, {"number": number})
+                checkpoints.save(seen, {"w": np.full(20000, float(number))}, {"number": number})
             except CheckpointError as error:
                 pipe.write(f"{error}\n")
         pipe.flush()
@@ -356,7 +356,7 @@ def test_checkpoint_folder_lock_excludes_a_second_process(tmp_path):
         process(write_many(tmp_path, 1)) as (first_pid, first_pipe),
         process(write_many(tmp_path, 2)) as (other, second_pipe),
     ):
-        reader = Checkpoint(tmp_path)
+        reader = CheckpointFolder(tmp_path)
 
         def has_all():  # readers need no lock
             with contextlib.suppress(FileNotFoundError):
@@ -380,8 +380,8 @@ def test_checkpoint_folder_lock_excludes_a_second_process(tmp_path):
 
 def test_checkpoint_folder_lock_ends_with_a_killed_writer(tmp_path):
     def run(pipe):
-        checkpoint = Checkpoint(tmp_path)
-        checkpoint.save(1, {"w": np.ones(10)}, {})
+        checkpoints = CheckpointFolder(tmp_path)
+        checkpoints.save(1, {"w": np.ones(10)}, {})
         (tmp_path / "unfinished-1234").mkdir()
         (tmp_path / "unfinished-1234" / "state.safetensors").touch()
         pipe.write("saved\n")
@@ -391,15 +391,15 @@ def test_checkpoint_folder_lock_ends_with_a_killed_writer(tmp_path):
     with process(run) as (pid, pipe):
         assert pipe.readline() == "saved\n"
         with pytest.raises(CheckpointError, match=f"process {pid} on host {platform.node()}: wait for"):
-            Checkpoint(tmp_path).lock()
+            CheckpointFolder(tmp_path).lock()
         assert "unfinished-1234" in list_entries(tmp_path)
-    checkpoint = Checkpoint(tmp_path)
-    checkpoint.save(2, ARRAYS, {})
+    checkpoints = CheckpointFolder(tmp_path)
+    checkpoints.save(2, ARRAYS, {})
     assert list_entries(tmp_path) == ["rows-000000000001", "rows-000000000002"]
 
 
 def test_checkpoint_folder_lock_belongs_to_one_object(tmp_path):
-    first, second = Checkpoint(tmp_path), Checkpoint(tmp_path)
+    first, second = CheckpointFolder(tmp_path), CheckpointFolder(tmp_path)
     first.save(1, ARRAYS, {})
     first.lock()
     for other in (second, copy.deepcopy(first)):
@@ -415,12 +415,12 @@ def test_checkpoint_folder_lock_belongs_to_one_object(tmp_path):
 
 
 def test_checkpoint_folder_lock_is_not_inherited(tmp_path):
-    checkpoint = Checkpoint(tmp_path)
-    checkpoint.save(1, ARRAYS, {})
+    checkpoints = CheckpointFolder(tmp_path)
+    checkpoints.save(1, ARRAYS, {})
 
     def run(pipe):
         try:
-            checkpoint.save(2, ARRAYS, {})
+            checkpoints.save(2, ARRAYS, {})
         except CheckpointError as error:
             pipe.write(f"{error}\n")
         pipe.flush()
@@ -428,8 +428,8 @@ def test_checkpoint_folder_lock_is_not_inherited(tmp_path):
 
     with process(run) as (_, pipe):
         assert f"process {os.getpid()} on host" in pipe.readline()
-        checkpoint.unlock()
-        Checkpoint(tmp_path).lock()  # though the other process is alive
+        checkpoints.unlock()
+        CheckpointFolder(tmp_path).lock()  # though the other process is alive
 
 
 def test_checkpoint_on_a_file_system_without_locks_warns(tmp_path, monkeypatch):
@@ -439,43 +439,43 @@ def test_checkpoint_on_a_file_system_without_locks_warns(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", flock)
     (tmp_path / "unfinished-1234").mkdir()
     with pytest.warns(RuntimeWarning, match="its file system has no locks .*: let one run write there"):
-        Checkpoint(tmp_path).save(1, ARRAYS, {})
+        CheckpointFolder(tmp_path).save(1, ARRAYS, {})
     assert list_entries(tmp_path) == ["rows-000000000001", "unfinished-1234"]  # another process may be writing it
 
 
 # -- the best --------------------------------------------------------------------------------------------------
 
 
-def load_seen(checkpoint):
-    return [checkpoint.load(path).meta["seen"] for path in checkpoint.list_paths()]
+def load_seen(checkpoints):
+    return [checkpoints.load(path).meta["seen"] for path in checkpoints.list_paths()]
 
 
 @pytest.mark.parametrize(("keep_best", "best"), [("error", 2), (("error", "min"), 2), (["accuracy", "max"], 3)])
 def test_checkpoint_keeps_the_best(tmp_path, keep_best, best):
-    checkpoint = Checkpoint(tmp_path, keep=2, keep_best=keep_best)
-    assert checkpoint.find_best() is None
+    checkpoints = CheckpointFolder(tmp_path, keep=2, keep_best=keep_best)
+    assert checkpoints.find_best() is None
     values = [(0.5, 0.1), (0.1, 0.2), (0.3, 0.9), (0.1, 0.9), (0.2, 0.5), (0.4, 0.4), (float("nan"), float("nan"))]
     for seen, (error, accuracy) in enumerate(values, 1):
-        checkpoint.save(seen, ARRAYS, {"seen": seen}, {"error": error, "accuracy": accuracy})
-    assert load_seen(checkpoint) == [best, 6, 7] and checkpoint.load(checkpoint.find_best()).meta["seen"] == best
-    checkpoint.save(8, ARRAYS, {"seen": 8})  # without metrics
-    assert load_seen(checkpoint) == [best, 7, 8]
-    again = Checkpoint(tmp_path, keep=1, keep_best=keep_best)
-    checkpoint.unlock()
+        checkpoints.save(seen, ARRAYS, {"seen": seen}, {"error": error, "accuracy": accuracy})
+    assert load_seen(checkpoints) == [best, 6, 7] and checkpoints.load(checkpoints.find_best()).meta["seen"] == best
+    checkpoints.save(8, ARRAYS, {"seen": 8})  # without metrics
+    assert load_seen(checkpoints) == [best, 7, 8]
+    again = CheckpointFolder(tmp_path, keep=1, keep_best=keep_best)
+    checkpoints.unlock()
     again.save(9, ARRAYS, {"seen": 9}, {"error": 0.0, "accuracy": 1.0})
     assert load_seen(again) == [9]
 
 
 def test_checkpoint_best_ignores_damaged_files(tmp_path):
-    checkpoint = Checkpoint(tmp_path, keep_best="error")
+    checkpoints = CheckpointFolder(tmp_path, keep_best="error")
     for seen, error in (1, 0.5), (2, 0.1):
-        path = checkpoint.save(seen, ARRAYS, {}, {"error": error})
+        path = checkpoints.save(seen, ARRAYS, {}, {"error": error})
     (path / "meta.json").write_bytes(b"{}")
-    assert checkpoint.find_best() == checkpoint.list_paths()[0]
-    assert Checkpoint(tmp_path).find_best() is None
+    assert checkpoints.find_best() == checkpoints.list_paths()[0]
+    assert CheckpointFolder(tmp_path).find_best() is None
 
 
 @pytest.mark.parametrize("wrong", [3, ("error", "least"), ("error",), (3, "max"), {"error": "max"}])
 def test_checkpoint_refuses_wrong_metrics(tmp_path, wrong):
     with pytest.raises(TypeError, match="keep_best: expected a metric's name, or a pair such as"):
-        Checkpoint(tmp_path, keep_best=wrong)
+        CheckpointFolder(tmp_path, keep_best=wrong)

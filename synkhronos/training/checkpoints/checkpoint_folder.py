@@ -47,8 +47,8 @@ class CheckpointError(ValueError):
     """A checkpoint is damaged or belongs to another training run, or its folder is in use by another writer."""
 
 
-class CheckpointContent(NamedTuple):
-    """Content of a checkpoint: arrays, anything that JSON can represent, and loss and validation by name."""
+class Checkpoint(NamedTuple):
+    """Checkpoint that was read: arrays, a dict that JSON can represent, and loss and validation by name."""
 
     path: Path
     arrays: dict[str, np.ndarray]
@@ -56,7 +56,7 @@ class CheckpointContent(NamedTuple):
     metrics: dict[str, float]
 
 
-class Checkpoint:
+class CheckpointFolder:
     """Folder of a training run's checkpoints: writes and reads them, and removes old ones.
 
     The first write locks the folder; a trainer locks it when it begins.  The lock is released by `unlock`, after the
@@ -79,12 +79,12 @@ class Checkpoint:
     --------
     >>> import tempfile
     >>> import numpy as np
-    >>> checkpoint = Checkpoint(tempfile.mkdtemp(), keep=1, keep_best="mse")
+    >>> checkpoints = CheckpointFolder(tempfile.mkdtemp(), keep=1, keep_best="mse")
     >>> for seen, mse in (1000, 0.5), (2000, 0.2), (3000, 0.3):
-    ...     path = checkpoint.save(seen, {"w": np.full(2, mse)}, {"epoch": 1}, {"mse": mse})
-    >>> [path.name for path in checkpoint.list_paths()]
+    ...     path = checkpoints.save(seen, {"w": np.full(2, mse)}, {"epoch": 1}, {"mse": mse})
+    >>> [path.name for path in checkpoints.list_paths()]
     ['rows-000000002000', 'rows-000000003000']
-    >>> checkpoint.load().arrays["w"], checkpoint.load(checkpoint.find_best()).arrays["w"]
+    >>> checkpoints.load().arrays["w"], checkpoints.load(checkpoints.find_best()).arrays["w"]
     (array([0.3, 0.3]), array([0.2, 0.2]))
     """
 
@@ -108,7 +108,7 @@ class Checkpoint:
 
     def save(
         self,
-        seen: int,
+        n_rows_seen: int,
         arrays: Mapping[str, np.ndarray],
         meta: Mapping[str, Any],
         metrics: Mapping[str, float] | None = None,
@@ -117,7 +117,7 @@ class Checkpoint:
 
         Parameters
         ----------
-        seen : int
+        n_rows_seen : int
             Number of rows trained on so far: the order of checkpoints.
         arrays : dict of str to array
             Booleans, integers, floats, or complex64.
@@ -135,18 +135,18 @@ class Checkpoint:
         OSError
             For example if the disk is full; earlier checkpoints are unchanged.
         """
-        path = self.get_path(check_at_least(seen, "seen", 0))
+        path = self.get_path(check_at_least(n_rows_seen, "n_rows_seen", 0))
         content = _serialize(arrays)
         header = {"format": _FORMAT_VERSION, "metrics": dict(metrics or {}), "meta": dict(meta)}
         files = {_STATE_FILE: content, _META_FILE: json.dumps(header).encode()}
-        files[_SUMS_FILE] = "".join(f"{_format_sum(*file)}\n" for file in files.items()).encode()
+        files[_SUMS_FILE] = "".join(f"{_format_digest_line(*file)}\n" for file in files.items()).encode()
         self.lock()
         with _make_temporary_folder(self.folder) as temporary:
             _write_files(temporary, files)
             # Checkpoints of more rows belong to an abandoned run: this run resumed from an earlier checkpoint.  They
             # are removed first.  After a kill in between, none of them can be mistaken for a checkpoint of this run.
             for later_path in reversed(self.list_paths()):
-                if _sort_key(later_path) > _sort_key(path):
+                if _make_sort_key(later_path) > _make_sort_key(path):
                     self._remove(later_path)
             if path.exists():
                 self._remove(Path(f"{path}{_OLD_SUFFIX}"))
@@ -165,7 +165,7 @@ class Checkpoint:
         Raises
         ------
         CheckpointError
-            If another Checkpoint writes into the folder, in this process or another.
+            If another CheckpointFolder writes into the folder, in this process or another.
         """
         if self._lock.is_held:
             return
@@ -173,7 +173,7 @@ class Checkpoint:
             self._lock.acquire()
         except BlockingIOError as error:
             raise CheckpointError(
-                f"checkpoint: {self.folder} is the folder of a training run of {error.strerror}: wait for "
+                f"checkpoints: {self.folder} is the folder of a training run of {error.strerror}: wait for "
                 "its end, or name another folder"
             ) from None
         if not self._lock.is_exclusive:
@@ -185,12 +185,12 @@ class Checkpoint:
                 self._remove(path)
 
     def unlock(self) -> None:
-        """Unlock the folder, so that another Checkpoint may write into it."""
+        """Unlock the folder, so that another CheckpointFolder may write into it."""
         self._lock.release()
 
-    def get_path(self, seen: int) -> Path:
-        """Return the path of the checkpoint after ``seen`` rows, whether or not it exists."""
-        return self.folder / f"rows-{seen:012d}"
+    def get_path(self, n_rows_seen: int) -> Path:
+        """Return the path of the checkpoint after ``n_rows_seen`` rows, whether or not it exists."""
+        return self.folder / f"rows-{n_rows_seen:012d}"
 
     def _remove(self, path: Path) -> None:
         """Rename a checkpoint, then remove it: a kill in between must not leave half of it under its name."""
@@ -216,16 +216,16 @@ class Checkpoint:
         best = min(costs, key=lambda path: costs[path], default=None)
         return None if best is None or costs[best] == np.inf else best
 
-    def check_no_newer(self, seen: int) -> None:
-        """Raise CheckpointError if the folder has checkpoints of more than ``seen`` rows, from another run."""
+    def check_no_newer(self, n_rows_seen: int) -> None:
+        """Raise CheckpointError if the folder has checkpoints of more than ``n_rows_seen`` rows, from another run."""
         for newest_path in self.list_paths()[-1:]:
-            if _sort_key(newest_path)[0] > seen:
+            if _make_sort_key(newest_path)[0] > n_rows_seen:
                 raise CheckpointError(
-                    f"checkpoint: {newest_path} is of another training run: continue it with resume='latest', or name "
+                    f"checkpoints: {newest_path} is of another training run: continue it with resume='latest', or name "
                     "another folder"
                 )
 
-    def load(self, path: str | os.PathLike[str] | None = None) -> CheckpointContent:
+    def load(self, path: str | os.PathLike[str] | None = None) -> Checkpoint:
         """Read a checkpoint: the newest one, or the one at ``path``.
 
         Raises
@@ -250,7 +250,7 @@ class Checkpoint:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder, the oldest first; none if there is no such folder."""
-    return sorted((path for path in folder.glob("rows-*") if _NAME_PATTERN.fullmatch(path.name)), key=_sort_key)
+    return sorted((path for path in folder.glob("rows-*") if _NAME_PATTERN.fullmatch(path.name)), key=_make_sort_key)
 
 
 def copy_checkpoint(path: Path, folder: Path) -> Path:
@@ -282,19 +282,19 @@ def _make_temporary_path(folder: Path) -> Path:
     return folder / f"{_UNFINISHED_PREFIX}{secrets.token_hex(8)}"
 
 
-def _sort_key(path: Path) -> tuple[int, bool]:
+def _make_sort_key(path: Path) -> tuple[int, bool]:
     """Return the sort key of a checkpoint: by rows; a replaced one sorts before its replacement."""
     match = _NAME_PATTERN.fullmatch(path.name)
     assert match is not None
     return int(match[1]), match[2] is None
 
 
-def read_checkpoint(path: str | os.PathLike[str]) -> CheckpointContent:
+def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Read a checkpoint; raise CheckpointError if it is damaged."""
     path = Path(path)
     files = _read_and_verify(path, _STATE_FILE, _META_FILE)
     header, arrays = _parse_header(path, files[_META_FILE]), _import_safetensors().load(files[_STATE_FILE])
-    return CheckpointContent(path, arrays, header["meta"], header["metrics"])
+    return Checkpoint(path, arrays, header["meta"], header["metrics"])
 
 
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -334,7 +334,7 @@ def _read_and_verify(path: Path, *names: str) -> dict[str, bytes]:
         raise CheckpointError(f"{path}: expected a checkpoint that can be read: {error}") from error
     sums = contents.pop(_SUMS_FILE).decode(errors="replace").splitlines()
     for name, content in contents.items():
-        if _format_sum(name, content) not in sums:
+        if _format_digest_line(name, content) not in sums:
             raise CheckpointError(
                 f"{path} is damaged: {name} has another digest than {_SUMS_FILE} says; take an older one, "
                 f"resume='{path.parent}/rows-...'"
@@ -342,7 +342,7 @@ def _read_and_verify(path: Path, *names: str) -> dict[str, bytes]:
     return contents
 
 
-def _format_sum(name: str, content: bytes) -> str:
+def _format_digest_line(name: str, content: bytes) -> str:
     return f"{hashlib.sha256(content).hexdigest()}  {name}"
 
 
