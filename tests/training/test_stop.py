@@ -20,7 +20,7 @@ import synkhronos as synk
 from synkhronos.training import CheckpointFolder, Recorder
 from synkhronos.training.loops import stop_signals
 from synkhronos.training.monitoring.recorder import read_records
-from synkhronos.training.trainer import trainer_epoch_loop
+from synkhronos.training.trainer import trainer_report_loop
 
 pytestmark = pytest.mark.skipif(XLA, reason="the trainer's own bookkeeping, and XLA takes seconds to compile")
 
@@ -131,14 +131,14 @@ def test_signal_within_validation_keeps_random_streams(
 ):
     whole = Model(name, noise=True)
     expected = [report.loss for report in whole.epochs(5, 3, valid=(X, Y))]
-    add, calls = trainer_epoch_loop.MetricTotals.update, []
+    add, calls = trainer_report_loop.MetricTotals.update, []
 
     def add_and_signal(totals, *args):
         calls.append(add(totals, *args))
         if len(calls) == 8:  # in the second validation
             signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(trainer_epoch_loop.MetricTotals, "update", add_and_signal)
+    monkeypatch.setattr(trainer_report_loop.MetricTotals, "update", add_and_signal)
     options = {"valid": (X, Y), "checkpoints": CheckpointFolder(tmp_path)}
     _, losses = run_until_exit(Model(name, noise=True).epochs(5, 3, **options))
     resumed = Model(name, noise=True)
@@ -293,12 +293,12 @@ def test_signal_of_a_scheduler_ends_a_program(tmp_path, how):
 
 def test_signal_stops_all_ranks_after_the_same_round():
     """Two hosts' pools of ranks count their batches separately."""
-    from synkhronos.training.trainer.local_step_loop import LocalStepLoop, _SharedBatchCounts
+    from synkhronos.training.trainer.local_batch_loop import LocalBatchLoop, _SharedBatchCounts
 
     plan = SimpleNamespace(rank_groups=[range(2), range(2, 3)], batch_size=10, start=30, stop=1000, can_stop=True)
     counts = SimpleNamespace(array=np.array([7, 0, 2, 0]))
     lock = SimpleNamespace(pull=lambda *_: None, push=lambda *_: None)
-    loop = LocalStepLoop.__new__(LocalStepLoop)
+    loop = LocalBatchLoop.__new__(LocalBatchLoop)
     loop.plan, loop._batch_counts, loop.max_steps_per_launch = plan, _SharedBatchCounts(counts), 2
     loop.periodic_exchange = SimpleNamespace(update_steps_left=lambda: 64)
     loop.meter = SimpleNamespace(time_activity=lambda _: threading.Lock())

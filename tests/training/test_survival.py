@@ -20,7 +20,7 @@ from synkhronos.ranks.mailbox import Mailbox
 from synkhronos.training import CheckpointFolder, Recorder, make_trainer
 from synkhronos.training.loops.death_limit import MAX_DEATHS_SINCE_COPY
 from synkhronos.training.monitoring import recorder
-from synkhronos.training.trainer import death_recovery, trainer_epoch_loop
+from synkhronos.training.trainer import death_recovery, trainer_report_loop
 from synkhronos.training.trainer.death_recovery import RecoveryPolicy
 from synkhronos.training.trainer.epoch_data import EpochData
 from synkhronos.training.updates import adam, momentum
@@ -400,7 +400,7 @@ def test_stopped_validation_restores_generators_of_the_ranks_that_are_left(monke
         restored.clear()
         return operation()
 
-    monkeypatch.setattr(trainer_epoch_loop, "run", run_as_ranks)
+    monkeypatch.setattr(trainer_report_loop, "run", run_as_ranks)
     variables = SimpleNamespace(generators=["generator"])
     loop = SimpleNamespace(
         model=SimpleNamespace(state=SimpleNamespace(spec=SimpleNamespace(variables=variables))),
@@ -408,7 +408,7 @@ def test_stopped_validation_restores_generators_of_the_ranks_that_are_left(monke
         death_policy=SimpleNamespace(run_update=run_twice),
         _validate=lambda report: False,
     )
-    assert trainer_epoch_loop.TrainerEpochLoop.validate(loop, None) is False
+    assert trainer_report_loop.TrainerReportLoop.validate(loop, None) is False
     assert restored == [[["state"]] * 2]
 
 

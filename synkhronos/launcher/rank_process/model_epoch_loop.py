@@ -32,7 +32,7 @@ from synkhronos.launcher.rank_process.model_state import ModelState, get_global_
 from synkhronos.launcher.supervision.master_arguments import MasterArguments
 from synkhronos.launcher.supervision.run_folder import DeathLog
 from synkhronos.programs import LocalRows
-from synkhronos.training.loops.epoch_loop import EpochLoop
+from synkhronos.training.loops.report_loop import ReportLoop
 from synkhronos.training.monitoring.early_stopping import EarlyStopping
 from synkhronos.training.monitoring.meter import RankTotals
 from synkhronos.training.monitoring.nonfinite import describe_nonfinite
@@ -45,7 +45,7 @@ _WARMUP_EPOCHS = 5
 _SAVE_EPOCHS = 5
 
 
-class ModelEpochLoop(EpochLoop):
+class ModelEpochLoop(ReportLoop):
     """Loop of one rank over the epochs of an instance of a model class; `n_reports` epochs are complete."""
 
     def __init__(self, state: ModelState, arguments: MasterArguments, stop_flag: LocalRows):

@@ -10,12 +10,11 @@ Each iteration trains on the next batches::
 
 Subclasses of `BatchLoop` differ in who takes a step:
 
-- `synkhronos.training.trainer.launch_loop.JointStepLoop` runs in the master.  Each step is a command of all ranks,
-  which exchanges gradients: BSP on gradients.
-- `synkhronos.training.trainer.local_step_loop.LocalStepLoop` runs on every rank.  Each rank takes its own steps, and a
-  `PeriodicExchange` exchanges parameters by a rule.
-- `synkhronos.launcher.rank_process.model_batch_loop.ModelBatchLoop` does the same with a model class, which chooses
-  the rows.
+- `JointBatchLoop` of ``training/trainer`` runs in the master.  Each step is a command of all ranks, which exchanges
+  gradients: BSP on gradients.
+- `LocalBatchLoop` of ``training/trainer`` runs on every rank.  Each rank takes its own steps, and a `PeriodicExchange`
+  exchanges parameters by an exchange rule.
+- `ModelBatchLoop` of ``launcher/rank_process`` does the same with a model class, which chooses the rows.
 """
 
 from __future__ import annotations

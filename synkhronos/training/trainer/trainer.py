@@ -1,7 +1,7 @@
 """Trainers: epochs over data on all ranks, by an exchange rule.
 
 `make_trainer` checks the model and compiles the functions of a step; `Trainer.epochs` checks the data, and trains by a
-`TrainerEpochLoop`.
+`TrainerReportLoop`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from synkhronos.training.train_function.training_graph import DataArgument, Trai
 from synkhronos.training.trainer.compiled_model import CompiledModel
 from synkhronos.training.trainer.death_recovery import DeathPolicy
 from synkhronos.training.trainer.epoch_data import EpochData, check_enough_rows
-from synkhronos.training.trainer.trainer_epoch_loop import TrainerEpochLoop
+from synkhronos.training.trainer.trainer_report_loop import TrainerReportLoop
 from synkhronos.training.updates import nesterov_momentum
 from synkhronos.training.updates.flat_gradient import find_library
 from synkhronos.training.updates.update_rule import UpdateRule
@@ -59,7 +59,7 @@ class Trainer:
         self._model = model
         self.params, self.rule, self.learning_rate = model.graph.params, model.rule, model.learning_rate
         #: Loop of the last call of `epochs`.
-        self._loop: TrainerEpochLoop | None = None
+        self._loop: TrainerReportLoop | None = None
 
     @property
     def optimizer_state(self) -> list[SharedVariable]:
@@ -204,7 +204,7 @@ class Trainer:
         max_deaths, death_policy = check_at_least(max_deaths, "max_deaths", 1), DeathPolicy()
         if on_death == "continue":
             death_policy = self._model.make_recovery_policy(max_deaths)
-        loop = TrainerEpochLoop(
+        loop = TrainerReportLoop(
             model=self._model,
             data=EpochData(data, count, batch_size, seed, loader),
             n_epochs=epochs,
@@ -240,7 +240,7 @@ class Trainer:
         if keep_best is not None and keep_best[0] not in names:
             raise ValueError(f"checkpoints: keep_best expects one of {', '.join(names)}, got {keep_best[0]!r}")
 
-    def _iterate_reports(self, loop: TrainerEpochLoop, resume: object, grace: float) -> Iterator[Report]:
+    def _iterate_reports(self, loop: TrainerReportLoop, resume: object, grace: float) -> Iterator[Report]:
         checkpoints = loop.checkpoints
         with contextlib.ExitStack() as stack:
             if checkpoints is not None:

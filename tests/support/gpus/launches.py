@@ -12,7 +12,7 @@ from synkhronos import exchange_rules
 from synkhronos.engines import xla
 from synkhronos.engines.xla.executable import Executable
 from synkhronos.training import make_train_function, make_train_function_serial, make_trainer
-from synkhronos.training.trainer.local_step_loop import LocalStepLoop
+from synkhronos.training.trainer.local_batch_loop import LocalBatchLoop
 from synkhronos.training.updates import momentum, sgd
 
 _collectives = []
@@ -46,7 +46,7 @@ def train_by_rules():
     repeat = Executable.repeat
     Executable.repeat = lambda self, n_repeats: launches.append(n_repeats) or repeat(self, n_repeats)
     # XLA on the CPU would take one step per launch; a loop sets this attribute, which then has no effect.
-    LocalStepLoop.max_steps_per_launch = property(lambda self: 64, lambda self, value: None)
+    LocalBatchLoop.max_steps_per_launch = property(lambda self: 64, lambda self, value: None)
     rng = np.random.default_rng(0)
     x_data = rng.normal(size=(120, 30)).astype("float32")
     y_data = x_data.sum(axis=1)

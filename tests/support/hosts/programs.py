@@ -740,14 +740,14 @@ def survive_parts(name: str, step: str) -> None:
     """
     from trainer_model import Model, X, Y, make_epochs
 
-    from synkhronos.training.trainer.launch_loop import JointStepLoop
+    from synkhronos.training.trainer.joint_batch_loop import JointBatchLoop
 
     n, n_left, batch_size = fork(), fork() - int(HOSTS[-1].split(":")[1]), 5
     steps: list[Any] = []
-    launch = JointStepLoop.launch
+    take_steps = JointBatchLoop.take_steps
 
-    def launch_and_record(loop: Any, rows: list[Any]) -> Any:
-        losses = launch(loop, rows)
+    def take_steps_and_record(loop: Any, rows: list[Any]) -> Any:
+        losses = take_steps(loop, rows)
         steps.extend(np.array(indexes) for indexes in rows)
         return losses
 
@@ -758,7 +758,7 @@ def survive_parts(name: str, step: str) -> None:
     # the agent alone is killed here, would come back.
     find_lost_hosts = mpirun.find_lost_hosts
     only_last = mock.patch.object(mpirun, "find_lost_hosts", find_last_lost_host)
-    with Killer() as killer, only_last, mock.patch.object(JointStepLoop, "launch", launch_and_record):
+    with Killer() as killer, only_last, mock.patch.object(JointBatchLoop, "take_steps", take_steps_and_record):
         options = {"update": updates.momentum, "shard_optimizer": True} if name == "BSP" else {}
         model, reports, orders = Model(name, rate=0.01, **options), [], []
         for report in make_epochs(model, "parts", 3, every=int(step) + 1):

@@ -1,10 +1,10 @@
-"""The loop over the epochs of a trainer, in the master.
+"""The loop of a trainer from report to report, in the master.
 
 Epochs are divided into intervals between reports.  In an interval either the master takes joint steps, or every rank
 runs a loop of its own::
 
-    TrainerEpochLoop.train() --> BSP on gradients: JointStepLoop in the master
-                             --> other rules:      LocalStepLoop on every rank
+    TrainerReportLoop.train() --> BSP on gradients: JointBatchLoop in the master
+                             --> other rules:      LocalBatchLoop on every rank
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from synkhronos.ranks import WorkerError
 from synkhronos.training import schedules
 from synkhronos.training.checkpoints import rank_state
 from synkhronos.training.checkpoints.checkpoint_folder import CheckpointFolder
-from synkhronos.training.loops.epoch_loop import EpochLoop
+from synkhronos.training.loops.report_loop import ReportLoop
 from synkhronos.training.loops.stop_signals import get_requested_stop
 from synkhronos.training.monitoring.early_stopping import EarlyStopping
 from synkhronos.training.monitoring.meter import RankTotals, resize_totals
@@ -47,14 +47,14 @@ from synkhronos.training.trainer.epoch_data import (
     check_enough_rows,
     get_ranks_by_host_of_parts,
 )
-from synkhronos.training.trainer.launch_loop import take_joint_steps
-from synkhronos.training.trainer.local_step_loop import take_local_steps
+from synkhronos.training.trainer.joint_batch_loop import take_joint_steps
+from synkhronos.training.trainer.local_batch_loop import take_local_steps
 from synkhronos.training.trainer.trainer_state import TrainerPosition
 
 
 @dataclass(eq=False)
-class TrainerEpochLoop(EpochLoop):
-    """Loop over the epochs of one call of `Trainer.epochs`, in the master."""
+class TrainerReportLoop(ReportLoop):
+    """Loop over the reports of one call of `Trainer.epochs`, in the master."""
 
     model: CompiledModel
     data: EpochData

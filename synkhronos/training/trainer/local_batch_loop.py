@@ -1,4 +1,4 @@
-"""A rank's loop over batches under an exchange rule: each rank takes its own steps."""
+"""A rank's loop over its own batches under an exchange rule, by local steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from synkhronos.training.loops.stop_signals import StopAgreement, get_requested_
 from synkhronos.training.monitoring.meter import Meter, RankTotals
 from synkhronos.training.train_function.launch_groups import MAX_LAUNCH_NBYTES
 from synkhronos.training.trainer.epoch_data import IntervalPlan, RowSource
-from synkhronos.training.trainer.launch_loop import LaunchBatches, LaunchLoop, make_loss_reader
+from synkhronos.training.trainer.trainer_batch_loop import BatchGroup, TrainerBatchLoop, make_loss_reader
 from synkhronos.variable_types import SharedVariable
 
 
@@ -50,8 +50,8 @@ class _SharedBatchCounts:
         self.rows.array[-1] = max(1, *(-(-self.get_count(group) // len(group)) for group in rank_groups))
 
 
-class LocalStepLoop(LaunchLoop):
-    """Loop of one rank that takes its own steps by a compiled function.
+class LocalBatchLoop(TrainerBatchLoop):
+    """Loop of one rank over its own batches, whose steps are calls of a compiled function.
 
     ``step`` returns the loss, followed by the weight if there is one.  ``batch_counts`` is the array of a
     `_SharedBatchCounts`, which asynchronous rules use.
@@ -86,11 +86,11 @@ class LocalStepLoop(LaunchLoop):
         if isinstance(source, LoaderRows):
             source.open(context.number)
 
-    def iterate_batches(self) -> Iterator[LaunchBatches]:
+    def iterate_batches(self) -> Iterator[BatchGroup]:
         """Yield the batches of each launch of this rank; an exchange is due only after the last batch of a launch."""
         return self._iterate_taken_batches() if self.rule.asynchronous else self._iterate_rounds()
 
-    def _iterate_rounds(self) -> Iterator[LaunchBatches]:
+    def _iterate_rounds(self) -> Iterator[BatchGroup]:
         """Yield batches in rounds of one batch per rank; in the last round ranks may get fewer rows, or none."""
         plan, n_ranks, number = self.plan, self.context.size, self.context.number
         position = plan.start
@@ -99,10 +99,10 @@ class LocalStepLoop(LaunchLoop):
             n_rounds = max(1, min(self.periodic_exchange.update_steps_left(), self.max_steps_per_launch, n_full_rounds))
             end = min(plan.stop, position + n_rounds * n_ranks * plan.batch_size)
             starts = [position + (i * n_ranks + number) * plan.batch_size for i in range(n_rounds)]
-            yield LaunchBatches(position, starts, end)
+            yield BatchGroup(position, starts, end)
             position = end
 
-    def _iterate_taken_batches(self) -> Iterator[LaunchBatches]:
+    def _iterate_taken_batches(self) -> Iterator[BatchGroup]:
         """Yield batches that this rank takes from a counter that all ranks share."""
         plan, n_ranks, counts = self.plan, self.context.size, self._batch_counts
         group = next(group for group in plan.rank_groups if self.context.number in group)
@@ -128,7 +128,7 @@ class LocalStepLoop(LaunchLoop):
                 stop = plan.start + last_round * n_ranks * plan.batch_size if last_round else plan.stop
                 self.end = min(plan.stop, stop)
                 return
-            yield LaunchBatches(starts[0], starts, min(plan.stop, starts[-1] + plan.batch_size))
+            yield BatchGroup(starts[0], starts, min(plan.stop, starts[-1] + plan.batch_size))
 
     def decide_stop(self) -> bool:
         """Return True if all ranks agree to stop; asynchronous ranks stop in `_iterate_taken_batches` instead."""
@@ -144,8 +144,8 @@ class LocalStepLoop(LaunchLoop):
             return 0.0
         return float(np.sum(self._step.read(self._unexchanged_weights), dtype=np.float64))
 
-    def launch(self, rows: list[Any]) -> list[tuple[Any, Any]]:
-        """Launch one step per batch, in one launch if possible."""
+    def take_steps(self, rows: list[Any]) -> list[tuple[Any, Any]]:
+        """Take a step per batch, in one launch if possible."""
         steps = self._launch_steps(rows)
         self._unexchanged_weights += [weight for _, weight in steps if weight is not None]
         return steps
@@ -163,8 +163,8 @@ class LocalStepLoop(LaunchLoop):
         steps = [self._step.launch(*(array[indexes] for array in data)) for indexes in rows]
         return [(loss, weight[0] if weight else None) for loss, *weight in steps]
 
-    def free_after_launch(self, position_ranges: list[tuple[int, int]], steps: int) -> None:
-        """Wait for the previous launch, and free its rows."""
+    def free_after_steps(self, position_ranges: list[tuple[int, int]], steps: int) -> None:
+        """Wait for the previous steps, and free their rows."""
         if isinstance(self.source, LoaderRows):
             self.meter.read_losses(n_pending=steps)
             self.free(self.position_ranges_in_use)
@@ -210,7 +210,7 @@ def take_local_steps(
             state.vector = context.all_reduce(state.vector)
         rule.setup(context, state)
         storage["state"] = state
-    loop = LocalStepLoop(context, plan, step, learning_rate, spec, source, batch_counts)
+    loop = LocalBatchLoop(context, plan, step, learning_rate, spec, source, batch_counts)
     loop.run()
     loop.finish_steps()
     with loop.meter.time_activity("exchange"):

@@ -1,4 +1,4 @@
-"""The loop over epochs that trainers and the launcher share.
+"""The loop from report to report that trainers and the launcher share.
 
 Epochs are divided into intervals, each of which ends with a report::
 
@@ -20,8 +20,8 @@ from synkhronos.training.monitoring.early_stopping import EarlyStopping, to_cost
 from synkhronos.training.monitoring.report import Report
 
 
-class EpochLoop(ABC):
-    """Base class of loops over intervals; subclasses define how to train, validate and save."""
+class ReportLoop(ABC):
+    """Base class of loops over reports; subclasses define how to train until a report, validate and save."""
 
     #: Name of the metric that `early_stopping` observes, and "min" or "max" for the best value.
     metric: tuple[str, str]
