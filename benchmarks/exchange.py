@@ -40,9 +40,11 @@ ALPHA = 0.3
 STEP = 0.01
 
 
-def time_exchanges(context: Any, rule: exchange_rules.Rule, params: list[Any], shared_arrays: Any, rounds: int) -> Any:
+def time_exchanges(
+    context: Any, rule: exchange_rules.ExchangeRule, params: list[Any], shared_arrays: Any, rounds: int
+) -> Any:
     """Return the seconds of exchanges with the centre and of the same computation in NumPy, measured in turn."""
-    state = exchange_rules.State(params, [], shared_arrays)
+    state = exchange_rules.ExchangeState(params, [], shared_arrays)
     rule.setup(context, state)
     x, centre, buffer = np.ones(SIZE, np.float32), np.ones(SIZE, np.float32), np.empty(BLOCK, np.float32)
 
@@ -59,12 +61,12 @@ def time_exchanges(context: Any, rule: exchange_rules.Rule, params: list[Any], s
 
 
 def time_one_exchange(
-    context: Any, rule: exchange_rules.Rule, params: list[Any], shared_arrays: Any, rank: int
+    context: Any, rule: exchange_rules.ExchangeRule, params: list[Any], shared_arrays: Any, rank: int
 ) -> float:
     """Return the seconds of one rank's exchange with the centre."""
     storage = context.get_storage("exchange")
     if "state" not in storage:
-        storage["state"] = exchange_rules.State(params, [], shared_arrays)
+        storage["state"] = exchange_rules.ExchangeState(params, [], shared_arrays)
         rule.setup(context, storage["state"])
         rule.exchange(context, storage["state"])
     context.barrier("begin")
@@ -77,10 +79,15 @@ def time_one_exchange(
 
 
 def measure_steps_per_second(
-    context: Any, rule: exchange_rules.Rule | None, params: list[Any], shared_arrays: Any, steps: int, slow_rank: int
+    context: Any,
+    rule: exchange_rules.ExchangeRule | None,
+    params: list[Any],
+    shared_arrays: Any,
+    steps: int,
+    slow_rank: int,
 ) -> float:
     """Take steps that only sleep; return the steps per second of all ranks, or, without a rule, of this rank."""
-    state = exchange_rules.State(params, [], shared_arrays)
+    state = exchange_rules.ExchangeState(params, [], shared_arrays)
     pause = STEP * (3 if context.number == slow_rank else 1)
     if rule is None:
         start = time.perf_counter()

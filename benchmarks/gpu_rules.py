@@ -66,7 +66,7 @@ def keep_busy(rank: int, count: int, device: str) -> Iterator[None]:
             program.wait()
 
 
-def make_rules(period: int) -> dict[str, exchange_rules.Rule]:
+def make_rules(period: int) -> dict[str, exchange_rules.ExchangeRule]:
     """Return the compared rules by name."""
     return {
         "BSP": exchange_rules.BSP(),
@@ -160,7 +160,7 @@ def compare_torch(options: argparse.Namespace) -> None:
 
 
 def measure_exchanges(
-    context: Any, rule: exchange_rules.Rule, params: list[Any], shared: Any, rounds: int
+    context: Any, rule: exchange_rules.ExchangeRule, params: list[Any], shared: Any, rounds: int
 ) -> dict[str, float]:
     """Return the median seconds of an exchange with the centre, and of averages."""
     from synkhronos.devices import JAX
@@ -168,7 +168,7 @@ def measure_exchanges(
     from synkhronos.graph_libraries import get_library
 
     get_library(params[0]).store_value(params[0], JAX.from_numpy(np.ones(SIZE, np.float32)))
-    state = exchange_rules.State(params, [], shared)
+    state = exchange_rules.ExchangeState(params, [], shared)
     rule.setup(context, state)
     times: dict[str, list[float]] = {}
 

@@ -1,7 +1,7 @@
 """Exchange rules, by which ranks that train on different rows combine their parameters.
 
-A rule is a subclass of `Rule`.  Each rank takes its own steps, and calls `Rule.exchange` after every ``period``
-steps.  The argument is its `State`, which has the parameters as one vector, and the arrays of the rule.
+A rule is a subclass of `ExchangeRule`.  Each rank takes its own steps, and calls `ExchangeRule.exchange` after every
+``period`` steps.  The argument is its `ExchangeState`, which has the parameters as one vector, and the rule's arrays.
 
 With a synchronous rule, all ranks exchange at the same step: `BSP`, `LocalSGD`, `PostLocal`, `SlowMo`, `DiLoCo` and
 `Swap`.  With an asynchronous rule, each rank exchanges at its own pace, through shared memory under locks: `EASGD`,
@@ -14,8 +14,8 @@ from synkhronos.exchange_rules.downpour import ASGD, Downpour
 from synkhronos.exchange_rules.elastic import EAMSGD, EASGD
 from synkhronos.exchange_rules.gossip import GoSGD
 from synkhronos.exchange_rules.outer_optimizer import DiLoCo, SlowMo
-from synkhronos.exchange_rules.rule import Rule, allocate_shared_arrays
-from synkhronos.exchange_rules.state import State
+from synkhronos.exchange_rules.rule import ExchangeRule, allocate_shared_arrays
+from synkhronos.exchange_rules.state import ExchangeState
 from synkhronos.exchange_rules.swap import Swap
 
 GOSGD = GoSGD
@@ -31,9 +31,9 @@ __all__ = [
     "GoSGD",
     "LocalSGD",
     "PostLocal",
-    "Rule",
+    "ExchangeRule",
     "SlowMo",
-    "State",
+    "ExchangeState",
     "Swap",
     "allocate_shared_arrays",
 ]

@@ -7,12 +7,12 @@ from typing import Literal
 import numpy as np
 
 from synkhronos.checks import check_choice, suggest_keywords
-from synkhronos.exchange_rules.rule import Exclude, Period, Rule, check_period
-from synkhronos.exchange_rules.state import State
+from synkhronos.exchange_rules.rule import ExchangeRule, Exclude, Period, check_period
+from synkhronos.exchange_rules.state import ExchangeState
 from synkhronos.programs import RankContext
 
 
-class BSP(Rule):
+class BSP(ExchangeRule):
     """Bulk-synchronous parallel: averages gradients or parameters over all ranks at each step.
 
     - ``average="gradient"`` (Theano-MPI's "cdd"): gradients are averaged, weighted by rows, and all ranks take the same
@@ -28,15 +28,17 @@ class BSP(Rule):
     ----------
     average : {"gradient", "params"}
     exclude : callable, optional
-        See `Rule`; only with ``average="params"``.
+        See `ExchangeRule`; only with ``average="params"``.
     precision : str, optional
-        See `Rule`; for gradients None or "bfloat16".
+        See `ExchangeRule`; for gradients None or "bfloat16".
 
     Examples
     --------
     >>> BSP(average="params", precision="float32")
     BSP(average='params', precision='float32')
     """
+
+    is_bulk_synchronous = True
 
     @suggest_keywords
     def __init__(
@@ -50,7 +52,7 @@ class BSP(Rule):
         if average == "gradient" and precision not in (None, "bfloat16"):
             raise ValueError(f"precision: expected None or 'bfloat16' for gradients, got {precision!r}")
 
-    def exchange(self, context: RankContext, state: State) -> None:
+    def exchange(self, context: RankContext, state: ExchangeState) -> None:
         """Average parameters; if the loss has a weight, ranks are weighted by it."""
         relative_weight = 1.0
         if state.count_items is not None:
@@ -60,7 +62,7 @@ class BSP(Rule):
         state.vector = self.compute_mean(context, state, relative_weight)
 
 
-class LocalSGD(Rule):
+class LocalSGD(ExchangeRule):
     """Local SGD: averages parameters every ``period`` steps.
 
     x^i ← (1/p) Σ_j x^j after every ``period`` steps of x^i ← x^i − η g^i(x^i): Stich, "Local SGD converges fast and
@@ -74,7 +76,7 @@ class LocalSGD(Rule):
         Treatment of the optimizer's variables, such as velocities, at an exchange: each rank keeps its own, or they are
         averaged, or set to zero.
     exclude, precision
-        See `Rule`.
+        See `ExchangeRule`.
 
     Examples
     --------
@@ -93,10 +95,12 @@ class LocalSGD(Rule):
         super().__init__(period, exclude, precision)
         self.state = check_choice(state, "state", ("keep", "average", "reset"))
 
-    def exchange(self, context: RankContext, state: State) -> None:
+    def exchange(self, context: RankContext, state: ExchangeState) -> None:
         """Average parameters, and average or reset the optimizer's variables."""
         state.vector = self.compute_mean(context, state)
-        treatment = self.state  # `Rule.get_options` reads the attribute by the name of the constructor's argument
+        treatment = (
+            self.state
+        )  # `ExchangeRule.get_options` reads the attribute by the name of the constructor's argument
         if treatment == "average" and state.optimizer.size:
             state.optimizer.set(context.all_reduce(state.optimizer.get()))
         elif treatment == "reset":
@@ -129,6 +133,6 @@ class PostLocal(LocalSGD):
         super().__init__(period, state, exclude, precision)
         self.start = check_period(start, "start")
 
-    def count_steps_left(self, state: State) -> int:
+    def count_steps_left(self, state: ExchangeState) -> int:
         """Return the number of steps until the next average."""
         return 1 if state.step < self.start else super().count_steps_left(state)

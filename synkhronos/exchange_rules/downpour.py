@@ -11,7 +11,7 @@ import numpy as np
 from synkhronos.checks import check_flag, suggest_keywords
 from synkhronos.exchange_rules.elastic import CENTRE_LOCK, CentreRule, read_centre
 from synkhronos.exchange_rules.rule import Exclude, check_period, reduce_by_rows
-from synkhronos.exchange_rules.state import State
+from synkhronos.exchange_rules.state import ExchangeState
 from synkhronos.programs import RankContext
 from synkhronos.variable_types import Array
 
@@ -31,7 +31,7 @@ class Downpour(CentreRule):
     asynchronous : bool
         Whether each rank exchanges at its own pace, under a lock.
     exclude
-        See `Rule`.
+        See `ExchangeRule`.
 
     Examples
     --------
@@ -47,7 +47,7 @@ class Downpour(CentreRule):
         if not self.asynchronous and self.push != self.fetch:
             raise ValueError(f"push, fetch: expected equal numbers with asynchronous=False, got {push} and {fetch}")
 
-    def count_steps_left(self, state: State) -> int:
+    def count_steps_left(self, state: ExchangeState) -> int:
         """Return the number of steps until the next exchange.
 
         It depends on ``state.step`` alone, so an interrupted exchange does not shift later ones.
@@ -55,13 +55,13 @@ class Downpour(CentreRule):
         period = math.gcd(self.push, self.fetch)
         return period - state.step % period
 
-    def setup(self, context: RankContext, state: State) -> None:
+    def setup(self, context: RankContext, state: ExchangeState) -> None:
         """Set the centre, and this rank's base, to the parameters."""
         state.own["base"] = state.vector
         state.own["seen"] = 0
         super().setup(context, state)
 
-    def exchange(self, context: RankContext, state: State) -> int | None:
+    def exchange(self, context: RankContext, state: ExchangeState) -> int | None:
         """Push, fetch, or both; return the number of earlier pushes, or None without a push or if synchronous."""
         if not self.asynchronous:
             steps = state.vector - state.own["base"]
@@ -73,7 +73,7 @@ class Downpour(CentreRule):
         is_push, is_fetch = state.step % self.push == 0, state.step % self.fetch == 0
         return self._push_and_fetch(context, state, is_push, is_fetch) if is_push or is_fetch else None
 
-    def _push_and_fetch(self, context: RankContext, state: State, is_push: bool, is_fetch: bool) -> int | None:
+    def _push_and_fetch(self, context: RankContext, state: ExchangeState, is_push: bool, is_fetch: bool) -> int | None:
         """Push, fetch, or both, under the lock; return the number of earlier pushes, or None without a push."""
         rows, own = state.shared_rows, state.own
 
@@ -101,7 +101,7 @@ class Downpour(CentreRule):
             own["seen"] = sequence + 1 if is_push and (is_fetch or is_base_current) else -1
         return sequence if is_push else None
 
-    def compute_consensus(self, context: RankContext, state: State) -> Array:
+    def compute_consensus(self, context: RankContext, state: ExchangeState) -> Array:
         """Push the remaining steps, and return the centre."""
         if not self.asynchronous:
             return state.own["base"]
@@ -127,7 +127,7 @@ class ASGD(Downpour):
     Parameters
     ----------
     period, exclude
-        See `Rule`.
+        See `ExchangeRule`.
     """
 
     @suggest_keywords

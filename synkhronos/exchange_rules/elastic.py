@@ -8,8 +8,8 @@ import numpy as np
 
 from synkhronos.checks import check_flag, suggest_keywords
 from synkhronos.devices import NUMPY, get_array_device
-from synkhronos.exchange_rules.rule import Exclude, Period, Rule, SharedArrays, check_fraction, check_momentum
-from synkhronos.exchange_rules.state import State
+from synkhronos.exchange_rules.rule import ExchangeRule, Exclude, Period, SharedArrays, check_fraction, check_momentum
+from synkhronos.exchange_rules.state import ExchangeState
 from synkhronos.programs import RankContext
 from synkhronos.variable_types import Array
 
@@ -17,14 +17,14 @@ from synkhronos.variable_types import Array
 CENTRE_LOCK = 0
 
 
-class CentreRule(Rule):
+class CentreRule(ExchangeRule):
     """Base class of rules with a centre: in shared memory, with a counter of exchanges, if they are asynchronous."""
 
     def describe_shared_arrays(self, n_ranks: int, size: int, dtype: np.dtype) -> SharedArrays:
         """Return the shape and dtype of the centre, and of "sequence", the number of exchanges so far."""
         return {"centre": ((size,), dtype), "sequence": ((1,), np.int64)} if self.asynchronous else {}
 
-    def setup(self, context: RankContext, state: State) -> None:
+    def setup(self, context: RankContext, state: ExchangeState) -> None:
         """Set the centre in shared memory to the parameters."""
         if self.asynchronous:
             if context.number == 0:
@@ -54,7 +54,7 @@ class EASGD(CentreRule):
     asynchronous : bool
         Whether each rank exchanges at its own pace, under a lock.
     exclude
-        See `Rule`.
+        See `ExchangeRule`.
 
     Examples
     --------
@@ -76,13 +76,13 @@ class EASGD(CentreRule):
         self.alpha = None if alpha is None else check_fraction(alpha, "alpha")
         self.asynchronous = check_flag(asynchronous, "asynchronous")
 
-    def setup(self, context: RankContext, state: State) -> None:
+    def setup(self, context: RankContext, state: ExchangeState) -> None:
         """Set the centre to the parameters."""
         if not self.asynchronous:
             state.own["centre"] = state.vector
         super().setup(context, state)
 
-    def exchange(self, context: RankContext, state: State) -> int | None:
+    def exchange(self, context: RankContext, state: ExchangeState) -> int | None:
         """Exchange with the centre; return the number of earlier exchanges, or None if synchronous."""
         alpha = self.beta / context.size if self.alpha is None else self.alpha
         if not self.asynchronous:
@@ -99,15 +99,15 @@ class EASGD(CentreRule):
             lock.push(rows["sequence"], rows["centre"])
         return sequence
 
-    def _exchange_with_centre(self, state: State, alpha: float) -> None:
+    def _exchange_with_centre(self, state: ExchangeState, alpha: float) -> None:
         """Move the rank and the centre towards each other; the caller has acquired the lock."""
         state.update_with_shared("centre", lambda x, get_block: move_together(x, get_block(), alpha))
 
-    def _get_exchanged_vector(self, state: State) -> Any:
+    def _get_exchanged_vector(self, state: ExchangeState) -> Any:
         """Return x^i, the vector that is exchanged."""
         return state.vector
 
-    def compute_consensus(self, context: RankContext, state: State) -> Array:
+    def compute_consensus(self, context: RankContext, state: ExchangeState) -> Array:
         """Return the centre."""
         if not self.asynchronous:
             return state.own["centre"]
@@ -150,7 +150,7 @@ class EAMSGD(EASGD):
         super().__init__(beta, period, alpha, asynchronous, exclude)
         self.momentum = check_momentum(momentum)
 
-    def _exchange_with_centre(self, state: State, alpha: float) -> None:
+    def _exchange_with_centre(self, state: ExchangeState, alpha: float) -> None:
         """Exchange x, while the parameters are x + δv."""
         if not self.momentum:
             super()._exchange_with_centre(state, alpha)
@@ -162,12 +162,12 @@ class EAMSGD(EASGD):
         rows.write(centre + distance)
         state.vector = state.vector - distance
 
-    def _get_exchanged_vector(self, state: State) -> Any:
+    def _get_exchanged_vector(self, state: ExchangeState) -> Any:
         """Return x, from parameters x + δv and the velocity v."""
         return state.vector - self.momentum * state.velocity
 
 
-def read_centre(context: RankContext, state: State) -> Any:
+def read_centre(context: RankContext, state: ExchangeState) -> Any:
     """Return a copy of the centre, on the device of the parameters."""
     with context.lock(CENTRE_LOCK) as lock:
         lock.pull(state.shared_rows["centre"])

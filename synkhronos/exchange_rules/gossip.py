@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 from synkhronos.checks import check_at_least, suggest_keywords
-from synkhronos.exchange_rules.rule import Exclude, Rule, SharedArrays, check_fraction
-from synkhronos.exchange_rules.state import State
+from synkhronos.exchange_rules.rule import ExchangeRule, Exclude, SharedArrays, check_fraction
+from synkhronos.exchange_rules.state import ExchangeState
 from synkhronos.programs import RankContext
 from synkhronos.programs.rank_context import get_rank_lock
 from synkhronos.variable_types import Array
 
 
-class GoSGD(Rule):
+class GoSGD(ExchangeRule):
     """Gossip SGD: at random, a rank sends its parameters to another rank, which computes a weighted mean.
 
     Each rank has a weight, initially 1/p.  With a probability, after each step, rank s halves its weight and sends
@@ -33,7 +33,7 @@ class GoSGD(Rule):
     seed : int
         Seed of the random choices.
     exclude
-        See `Rule`.
+        See `ExchangeRule`.
 
     Examples
     --------
@@ -53,11 +53,11 @@ class GoSGD(Rule):
         """Return the shape and dtype of the mailboxes, and of the weights of their contents."""
         return {"mail": ((n_ranks, size), dtype), "weights": ((n_ranks,), np.float64)}
 
-    def setup(self, context: RankContext, state: State) -> None:
+    def setup(self, context: RankContext, state: ExchangeState) -> None:
         """Give all ranks equal weights."""
         state.own["weight"] = 1 / context.size
 
-    def exchange(self, context: RankContext, state: State) -> int | None:
+    def exchange(self, context: RankContext, state: ExchangeState) -> int | None:
         """Receive, then send at random; return the number of the rank that receives the message, or None."""
         self._receive(context, state)
         random = np.random.default_rng((self.seed, context.number, state.step))
@@ -68,7 +68,7 @@ class GoSGD(Rule):
         self._send(context, state, dest)
         return dest
 
-    def _send(self, context: RankContext, state: State, dest: int) -> None:
+    def _send(self, context: RankContext, state: ExchangeState, dest: int) -> None:
         """Merge this rank's parameters, with half of its weight, into the mailbox of rank ``dest``."""
         weights, weight = state.shared["weights"], state.own["weight"] / 2
         target_mail, target_weight = (state.shared_rows[name][dest : dest + 1] for name in ("mail", "weights"))
@@ -86,7 +86,7 @@ class GoSGD(Rule):
             weights[dest] += weight
             lock.push(target_mail, target_weight)
 
-    def _receive(self, context: RankContext, state: State) -> None:
+    def _receive(self, context: RankContext, state: ExchangeState) -> None:
         """Merge the contents of this rank's mailbox into its parameters, and empty the mailbox."""
         weights, number = state.shared["weights"], context.number
         if not weights[number]:
@@ -98,7 +98,7 @@ class GoSGD(Rule):
             state.update_with_shared("mail", lambda x, read: (_interpolate(x, read(), fraction), None), number)
             weights[number] = 0
 
-    def compute_consensus(self, context: RankContext, state: State) -> Array:
+    def compute_consensus(self, context: RankContext, state: ExchangeState) -> Array:
         """Empty the mailboxes, and return the weighted mean of all ranks' parameters."""
         context.barrier("all messages are sent")
         self._receive(context, state)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from synkhronos.checks import check_flag, check_positive, suggest_keywords
-from synkhronos.exchange_rules.rule import Exclude, Period, Rule, check_momentum
-from synkhronos.exchange_rules.state import State
+from synkhronos.exchange_rules.rule import ExchangeRule, Exclude, Period, check_momentum
+from synkhronos.exchange_rules.state import ExchangeState
 from synkhronos.programs import RankContext
 from synkhronos.variable_types import Array
 
 
-class _OuterOptimizerRule(Rule):
+class _OuterOptimizerRule(ExchangeRule):
     """Base class: all ranks start from an anchor; the anchor minus the ranks' average is the outer gradient."""
 
-    def setup(self, context: RankContext, state: State) -> None:
+    def setup(self, context: RankContext, state: ExchangeState) -> None:
         """Set the anchor to the parameters, and the outer velocity to zero."""
         state.own["anchor"] = state.vector
         state.own["velocity"] = 0 * state.vector
 
-    def exchange(self, context: RankContext, state: State) -> None:
+    def exchange(self, context: RankContext, state: ExchangeState) -> None:
         """Average parameters, and take an outer step from the anchor."""
         anchor, mean = state.own["anchor"], self.compute_mean(context, state)
         velocity, new_anchor = self._take_outer_step(anchor, anchor - mean, state.own["velocity"], state.learning_rate)
@@ -32,7 +32,7 @@ class _OuterOptimizerRule(Rule):
         """Take a step along the outer gradient; return the new velocity and the new anchor."""
         raise NotImplementedError
 
-    def compute_consensus(self, context: RankContext, state: State) -> Array:
+    def compute_consensus(self, context: RankContext, state: ExchangeState) -> Array:
         """Return the anchor right after an exchange, else the mean of the parameters."""
         return super().compute_consensus(context, state) if state.steps_since_exchange else state.own["anchor"]
 
@@ -49,7 +49,7 @@ class SlowMo(_OuterOptimizerRule):
     lr, momentum : float
         α, the slow learning rate, above 0; β, in [0, 1).
     period, exclude, precision
-        See `Rule`.
+        See `ExchangeRule`.
 
     Examples
     --------
@@ -94,7 +94,7 @@ class DiLoCo(_OuterOptimizerRule):
     nesterov : bool
         Whether to use Nesterov momentum.
     period, exclude, precision
-        See `Rule`.
+        See `ExchangeRule`.
 
     Examples
     --------

@@ -13,7 +13,7 @@ from synkhronos.checks import check_at_least, check_number
 from synkhronos.data import Data
 from synkhronos.data.data_access import create_unpublished
 from synkhronos.devices import NUMPY, find_device
-from synkhronos.exchange_rules.state import State, concatenate
+from synkhronos.exchange_rules.state import ExchangeState, concatenate
 from synkhronos.programs import RankContext
 from synkhronos.variable_types import Array, SharedVariable
 
@@ -27,7 +27,7 @@ Exclude = Callable[[SharedVariable], bool] | None
 PRECISIONS = (None, "float32", "float16", "bfloat16")
 
 
-class Rule:
+class ExchangeRule:
     """Base class of exchange rules; :doc:`exchange_rules` has a subclass.  Its own `exchange` does nothing.
 
     Parameters
@@ -46,12 +46,15 @@ class Rule:
     ----------
     asynchronous : bool
         Whether each rank takes batches and exchanges at its own pace, without waiting for others.
+    is_bulk_synchronous : bool
+        Whether ranks are equal after every step, as under `BSP`.
     averages_gradients : bool
         Whether all ranks take the same steps by the mean of their gradients, as `BSP` does by default.  A trainer then
         calls no `exchange`.
     """
 
     asynchronous: bool = False
+    is_bulk_synchronous: bool = False
     averages_gradients: bool = False
     period: Period = 1
     exclude: Exclude = None
@@ -87,21 +90,21 @@ class Rule:
     def describe_shared_arrays(self, n_ranks: int, size: int, dtype: np.dtype) -> SharedArrays:
         """Return the shapes and dtypes of the rule's arrays in shared memory, by name.
 
-        The arrays are initially zero.  A rank reads and writes them in ``shared`` of its `State`, under a
+        The arrays are initially zero.  A rank reads and writes them in ``shared`` of its `ExchangeState`, under a
         `RankContext.lock`.  With several hosts each host has a copy, which the lock updates: its methods take entries
-        of ``shared_rows`` of the `State`.  ``size`` and ``dtype`` are those of `State.vector`.
+        of ``shared_rows`` of the `ExchangeState`.  ``size`` and ``dtype`` are those of `ExchangeState.vector`.
         """
         return {}
 
-    def setup(self, context: RankContext, state: State) -> None:
+    def setup(self, context: RankContext, state: ExchangeState) -> None:
         """Initialize ``state.own`` and shared memory before the first step; all ranks have equal parameters then."""
         if self.precision not in (None, "float32"):
             state.own["anchor"] = state.vector
 
-    def exchange(self, context: RankContext, state: State) -> Any:
+    def exchange(self, context: RankContext, state: ExchangeState) -> Any:
         """Exchange parameters; called on each rank after every `period` steps."""
 
-    def compute_consensus(self, context: RankContext, state: State) -> Array:
+    def compute_consensus(self, context: RankContext, state: ExchangeState) -> Array:
         """Return the parameters to validate, save and use after training, as a vector; by default the mean over ranks.
 
         A collective: all ranks call this after the same exchange.
@@ -133,12 +136,12 @@ class Rule:
 
     # -- for trainers and subclasses -------------------------------------------------------------------------
 
-    def count_steps_left(self, state: State) -> int:
+    def count_steps_left(self, state: ExchangeState) -> int:
         """Return the number of steps until the next exchange, at least 1."""
         period = self.period(state.step) if callable(self.period) else self.period
         return max(1, period - state.steps_since_exchange)
 
-    def compute_mean(self, context: RankContext, state: State, relative_weight: float = 1.0) -> Array:
+    def compute_mean(self, context: RankContext, state: ExchangeState, relative_weight: float = 1.0) -> Array:
         """Return the mean of the parameters over all ranks, as a vector.  A collective.
 
         Ranks' running averages are weighted by their numbers of rows since the last exchange.  ``relative_weight`` is
@@ -192,15 +195,15 @@ class Rule:
         return run.wait()
 
 
-def _scale_parameters(state: State, vector: Array, relative_weight: float) -> Array:
+def _scale_parameters(state: ExchangeState, vector: Array, relative_weight: float) -> Array:
     """Return a vector with its parameters multiplied by a weight, but not its running averages."""
     return vector if relative_weight == 1 else state.with_averages(vector * vector.dtype.type(relative_weight), vector)
 
 
-def allocate_shared_arrays(rule: Rule, n_ranks: int, size: int, dtype: np.dtype) -> dict[str, Data]:
-    """Allocate the arrays of `Rule.describe_shared_arrays`, as zeros, for a program of `synkhronos.run`.
+def allocate_shared_arrays(rule: ExchangeRule, n_ranks: int, size: int, dtype: np.dtype) -> dict[str, Data]:
+    """Allocate the arrays of `ExchangeRule.describe_shared_arrays`, as zeros, for a program of `synkhronos.run`.
 
-    The program passes them on as the argument ``shared`` of `State`.  ``size`` and ``dtype`` are those of the
+    The program passes them on as the argument ``shared`` of `ExchangeState`.  ``size`` and ``dtype`` are those of the
     parameters together.
     """
     layout = rule.describe_shared_arrays(n_ranks, size, dtype)
@@ -208,7 +211,7 @@ def allocate_shared_arrays(rule: Rule, n_ranks: int, size: int, dtype: np.dtype)
 
 
 def reduce_by_rows(
-    state: State, vector: Array, reduce: Callable[[Array], Array], precision: str | None = None
+    state: ExchangeState, vector: Array, reduce: Callable[[Array], Array], precision: str | None = None
 ) -> Array:
     """Reduce vectors over ranks in one collective, with running averages weighted by rows.
 

@@ -1,8 +1,8 @@
 """State of one rank's training, on which exchange rules operate.
 
-A rule sees the parameters of a rank as one flat vector, `State.vector`.  In host memory, rules process it in blocks
-that fit into the processor's caches, and in place if the memory of the variables allows it.  On GPUs, rules compute
-with the device's arrays.
+A rule sees the parameters of a rank as one flat vector, `ExchangeState.vector`.  In host memory, rules process it in
+blocks that fit into the processor's caches, and in place if the memory of the variables allows it.  On GPUs, rules
+compute with the device's arrays.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _find_common_device(values: Sequence[Array]) -> Device:
     return device if device.has_arithmetic else NUMPY
 
 
-class State:
+class ExchangeState:
     """State of one rank's training, on which a rule operates.
 
     Parameters
@@ -146,7 +146,7 @@ class State:
     own : dict
         Arrays and numbers that the rule stores on this rank, and checkpoints save.
     shared : dict of str to ndarray
-        Arrays of `Rule.describe_shared_arrays`, in shared memory.
+        Arrays of `ExchangeRule.describe_shared_arrays`, in shared memory.
     shared_rows : dict of str to LocalRows
         The arrays of ``shared``, as arguments of the methods of `synkhronos.programs.RankContext.lock`.
     """

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 
 from synkhronos.checks import check_at_least, check_flag, suggest_keywords
-from synkhronos.exchange_rules.rule import Exclude, Period, Rule, SharedArrays
-from synkhronos.exchange_rules.state import State
+from synkhronos.exchange_rules.rule import ExchangeRule, Exclude, Period, SharedArrays
+from synkhronos.exchange_rules.state import ExchangeState
 from synkhronos.programs import RankContext
 from synkhronos.programs.rank_context import get_rank_lock
 from synkhronos.variable_types import Array
 
 
-class Swap(Rule):
+class Swap(ExchangeRule):
     """Swap: random pairs of ranks exchange their parameters, for ensembles such as several GANs.
 
     Each rank trains its own model on its own rows.  After a swap a model is trained on the rows of another rank; with
@@ -29,7 +29,7 @@ class Swap(Rule):
     seed : int
         Seed of the random choices.
     period, exclude
-        See `Rule`.
+        See `ExchangeRule`.
 
     Examples
     --------
@@ -46,7 +46,7 @@ class Swap(Rule):
         """Return the shape and dtype of an array with the parameters of all ranks."""
         return {"all": ((n_ranks, size), dtype)}
 
-    def exchange(self, context: RankContext, state: State) -> int:
+    def exchange(self, context: RankContext, state: ExchangeState) -> int:
         """Swap parameters; return the number of the rank whose parameters this rank gets."""
         source = self._choose_sources(context.size, state.step)[context.number]
         vectors = state.shared["all"]
@@ -69,7 +69,7 @@ class Swap(Rule):
                 sources[first] = second
         return sources
 
-    def compute_consensus(self, context: RankContext, state: State) -> Array:
+    def compute_consensus(self, context: RankContext, state: ExchangeState) -> Array:
         """Return the parameters of rank 0; a mean of different models would be meaningless."""
         return context.broadcast(state.params.get_on_host())
 

@@ -108,7 +108,7 @@ class _ModelCheck:
     """Check of one model class: its ``problems``, and the present ``stage``, for the message of an exception."""
 
     def __init__(self, settings: Settings, folder: Path):
-        self.settings, self.folder, self.rule = settings, folder, settings.make_rule()
+        self.settings, self.folder, self.exchange_rule = settings, folder, settings.make_exchange_rule()
         self.stage = "its module is imported"
         self.problems: list[str] = []
 
@@ -127,7 +127,7 @@ class _ModelCheck:
         random.seed(rank)
         instance = make_instance(self.model_class, make_config(self.settings, rank, size))
         instance.epoch = 0
-        set_model_options(instance, self.settings.model_options, self.rule, self.settings.modelclass)
+        set_model_options(instance, self.settings.model_options, self.exchange_rule, self.settings.modelclass)
         return instance
 
     def check_one_rank(self) -> None:
@@ -135,7 +135,7 @@ class _ModelCheck:
         self.stage = "an instance is made"
         instance = self.make_instance(0, 1)
         self.stage = "compile_iter_fns() runs"
-        compile_model(instance, self.settings, self.rule, 1)
+        compile_model(instance, self.settings, self.exchange_rule, 1)
         check_interface(instance, self.settings.modelclass)
         get_n_epochs(instance, self.settings)
         recorder = ModelRecorder(0, rows_per_step=get_batch_size(instance), folder=self.folder)
@@ -204,7 +204,7 @@ class _ModelCheck:
         instances = [self.make_instance(rank, 2) for rank in range(2)]
         self.stage = "compile_iter_fns() runs with size 2"
         for instance in instances:
-            exchanged_quantity = compile_model(instance, self.settings, self.rule, 2)
+            exchanged_quantity = compile_model(instance, self.settings, self.exchange_rule, 2)
             check_interface(instance, self.settings.modelclass)
         params = [
             FlatVariables(group_variables(instance, exchanged_quantity == "params").exchanged) for instance in instances

@@ -17,12 +17,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from synkhronos.exchange_rules import Rule
+from synkhronos.exchange_rules import ExchangeRule
 from synkhronos.launcher.configuration.resolve import resolve_settings
 from synkhronos.launcher.configuration.settings import (
     Settings,
     convert_to_settings_error,
-    get_rule_options,
+    get_exchange_rule_options,
     merge_tables,
 )
 from synkhronos.launcher.configuration.sources import check_setting_names, read_environment
@@ -39,11 +39,18 @@ class LaunchedRun:
     """Handle of a run in other processes, which the constructor starts with the settings of ``rule.init``."""
 
     def __init__(
-        self, rule: Rule, devices: Sequence[str] | str | None, modelfile: str, modelclass: str, **other_settings: Any
+        self,
+        exchange_rule: ExchangeRule,
+        devices: Sequence[str] | str | None,
+        modelfile: str,
+        modelclass: str,
+        **other_settings: Any,
     ):
         check_setting_names(other_settings, "init")
-        rule_settings = {"rule": type(rule).__name__, "rule_options": get_rule_options(rule)}
-        attributes = {name: getattr(rule, name, None) for name in ("sync_type", "exch_strategy")}  # Theano-MPI's
+        rule_settings = {"rule": type(exchange_rule).__name__, "rule_options": get_exchange_rule_options(exchange_rule)}
+        attributes = {
+            name: getattr(exchange_rule, name, None) for name in ("sync_type", "exch_strategy")
+        }  # Theano-MPI's
         with convert_to_settings_error():
             exchange = [parse_exchange_option(name, value) for name, value in attributes.items() if value is not None]
         settings = merge_tables([rule_settings, *exchange, other_settings])

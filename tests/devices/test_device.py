@@ -236,7 +236,7 @@ def train_by_rule(context, rule, w, v, average, memory, on_device):
     device = get_rank_device(context._rank) if on_device else NUMPY
     for variable in (w, v, average):
         variable.container.storage[0] = device.from_numpy(NUMPY.as_array(variable.container.storage[0]))
-    state = exchange_rules.State([w, average], [v], memory, n_averages=1)
+    state = exchange_rules.ExchangeState([w, average], [v], memory, n_averages=1)
     rule.setup(context, state)
     for step in range(4):
         state.vector = state.vector * 0.5 + (context.number + step)

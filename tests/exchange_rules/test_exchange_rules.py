@@ -259,7 +259,7 @@ def test_downpour_exchanges_equal_a_replay(n_ranks, on_device):
 
 
 def test_base_rule_keeps_ranks_independent(n_ranks):
-    trace = train(exchange_rules.Rule())[0]
+    trace = train(exchange_rules.ExchangeRule())[0]
     np.testing.assert_array_equal(
         trace, oracle.train(*make_oracle_arguments(n_ranks), lambda xs: xs, oracle.make_schedule(1))
     )

@@ -6,14 +6,14 @@ from library import shared
 from rule_programs import Halfway
 
 import synkhronos as synk
-from synkhronos.exchange_rules import State
+from synkhronos.exchange_rules import ExchangeState
 
 pytestmark = pytest.mark.new_ranks  # workers that have imported the rule
 
 
 def exchange_once(context, rule, parameter):
     """Exchange when rank r's parameters are all r; return its parameters."""
-    state = State([parameter], [], {})
+    state = ExchangeState([parameter], [], {})
     rule.setup(context, state)
     state.vector = np.full(4, float(context.number))
     rule.exchange(context, state)

@@ -368,7 +368,7 @@ def test_command_line_precedes_environment_and_file(tmp_path, monkeypatch):
     resolved = resolve_settings([*command_line, environment, file])
     assert (resolved.epochs, resolved.seed, resolved.modelclass, resolved.devices) == (9, 6, "Other", ("cpu",) * 3)
     assert resolved.rule_options == {"period": 2, "beta": 0.5} and resolved.config == {"depth": 3, "name": "a b"}
-    assert vars(resolved.make_rule())["period"] == 2
+    assert vars(resolved.make_exchange_rule())["period"] == 2
     assert resolve_settings([{"ranks": 2}, file]).devices == ("cpu", "cpu")
     assert resolve_settings([{"devices": "cpu"}, {"ranks": 4}, file]).devices == ("cpu",)
     assert resolve_settings([{"modelfile": "launch_models.mlp", "modelclass": "MLP"}, file]).modelclass == "MLP"

@@ -109,7 +109,10 @@ def test_imports_within_a_package_go_to_lower_layers(package):
 IMPORTED_BY_STRING = {
     ("__main__.py", "synkhronos."),  # an entry point: it imports the module of the subcommand alone
     ("compat/import_hooks.py", "synkhronos."),  # its finder gets the name of a module of platoon
-    ("exchange_rules/rule.py", "synkhronos.launcher.launched_run"),  # a higher layer: `Rule.init` starts a launcher
+    (
+        "exchange_rules/rule.py",
+        "synkhronos.launcher.launched_run",
+    ),  # a higher layer: `ExchangeRule.init` starts a launcher
 }
 
 

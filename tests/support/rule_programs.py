@@ -4,7 +4,7 @@ import numpy as np
 
 from synkhronos import exchange_rules
 from synkhronos.devices import JAX
-from synkhronos.exchange_rules import State
+from synkhronos.exchange_rules import ExchangeState
 from synkhronos.exchange_rules.elastic import read_centre
 from synkhronos.graph_libraries import get_library
 
@@ -36,7 +36,7 @@ def make_state(w, v, shared, on_device):
             get_library(variable).store_value(
                 variable, JAX.from_numpy(np.asarray(get_library(variable).borrow_value(variable)))
             )
-    return State(w, v, shared)
+    return ExchangeState(w, v, shared)
 
 
 def train(context, rule, w, v, shared, problem, optimizer, eta, steps, on_device=False):
@@ -64,7 +64,7 @@ def train(context, rule, w, v, shared, problem, optimizer, eta, steps, on_device
     return np.array(trace), report, rank_state, numbers
 
 
-class MeanRule(exchange_rules.Rule):
+class MeanRule(exchange_rules.ExchangeRule):
     """Rule without `setup` that moves each rank to the mean."""
 
     def exchange(self, context, state):
@@ -72,7 +72,7 @@ class MeanRule(exchange_rules.Rule):
 
 
 # rule begins: docs/extending.rst includes the lines from here to "rule ends"
-class Halfway(exchange_rules.Rule):
+class Halfway(exchange_rules.ExchangeRule):
     """Move each rank halfway to the mean of all ranks, every 5 steps."""
 
     period = 5
@@ -116,7 +116,7 @@ def send_gossip(context, rule, w, shared, vectors, sends, on_device=False):
 
 def exchange_in_turn(context, rule, w, shared, vectors, centre):
     """Let each rank in turn make one elastic exchange; return its vector and the centre."""
-    state = State(w, [], shared)
+    state = ExchangeState(w, [], shared)
     rule.setup(context, state)
     state.vector = vectors[context.number]
     if context.number == 0:

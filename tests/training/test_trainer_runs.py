@@ -107,7 +107,7 @@ def test_gosgd_weights_and_messages_sum_to_one(fork):
         np.testing.assert_allclose(sum(weight * parameters for weight, parameters in ranks), w.get_value(), rtol=1e-12)
 
 
-class Counts(exchange_rules.Rule):
+class Counts(exchange_rules.ExchangeRule):
     """Rule that adds 1 after each step, and fails once, in the middle of the second epoch."""
 
     def exchange(self, context, state):

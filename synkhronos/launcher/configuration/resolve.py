@@ -22,7 +22,7 @@ from synkhronos.launcher.configuration.settings import (
     SettingsError,
     check_model_options,
     convert_to_settings_error,
-    normalize_rule_name,
+    normalize_exchange_rule_name,
 )
 from synkhronos.launcher.configuration.sources import merge_sources
 from synkhronos.training.checkpoints.checkpoint_folder import list_checkpoints
@@ -72,7 +72,7 @@ def resolve_settings(
     new_name = f"{values['modelclass']}-{rule}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     values["folder"] = os.path.abspath(values.get("folder", os.path.join("runs", new_name)))
     settings = Settings(**values)
-    settings.make_rule()  # its arguments are checked before the ranks start, which make the rule again
+    settings.make_exchange_rule()  # its arguments are checked before the ranks start, which make the rule again
     _check_checkpoint_settings(settings)
     _check_folder(settings)
     return settings
@@ -121,7 +121,7 @@ def _parse_path(value: object, key: str) -> str | None:
 
 def _parse_rule(value: object, key: str) -> str | None:
     name = _parse_string(value, key)
-    return name and normalize_rule_name(name)
+    return name and normalize_exchange_rule_name(name)
 
 
 def _parse_resume(value: object, key: str) -> str | None:

@@ -18,10 +18,12 @@ from synkhronos.training.train_function.step_options import StepOptions, check_s
 #: File in a run's folder to which `Settings.save` writes.
 SETTINGS_FILE = "settings.json"
 #: Exchange rules by their names in lower case.
-RULE_CLASSES: dict[str, type[exchange_rules.Rule]] = {
+EXCHANGE_RULE_CLASSES: dict[str, type[exchange_rules.ExchangeRule]] = {
     name.lower(): kind
     for name, kind in vars(exchange_rules).items()
-    if isinstance(kind, type) and issubclass(kind, exchange_rules.Rule) and kind is not exchange_rules.Rule
+    if isinstance(kind, type)
+    and issubclass(kind, exchange_rules.ExchangeRule)
+    and kind is not exchange_rules.ExchangeRule
 }
 #: Names of the options of a model's step: attributes of its class, which the setting ``model_options`` overrides.
 MODEL_OPTIONS = tuple(option.name for option in dataclasses.fields(StepOptions))
@@ -81,18 +83,18 @@ class Settings:
     #: Metric whose best checkpoint is kept, and "min" or "max".
     keep_best: list[str] | None = None
     scale_lr: bool = False
-    #: Whether ``shared_lr`` rises over epochs 1 to 5; None: depends on the rule and the class.
+    #: Whether ``shared_lr`` rises over epochs 1 to 5; None: depends on the exchange rule and the class.
     warmup: bool | None = None
     timeline: bool = False
     #: ``"latest"`` or the path of a checkpoint from which the run resumes; None: a new run.
     resume: str | None = None
 
-    def make_rule(self) -> exchange_rules.Rule:
+    def make_exchange_rule(self) -> exchange_rules.ExchangeRule:
         """Make the exchange rule; BSP averages parameters, since a model class compiles its own steps."""
-        rule_class, options = RULE_CLASSES[self.rule.lower()], self.rule_options
-        if rule_class is exchange_rules.EAMSGD:
+        exchange_rule_class, options = EXCHANGE_RULE_CLASSES[self.rule.lower()], self.rule_options
+        if exchange_rule_class is exchange_rules.EAMSGD:
             raise SettingsError("rule: EAMSGD needs the velocities, and a class doesn't name them: take EASGD")
-        if rule_class is exchange_rules.BSP:
+        if exchange_rule_class is exchange_rules.BSP:
             # The instance on each rank determines whether gradients can be exchanged: `compile_model`.
             if options.get("average") not in (None, "gradient", "params"):
                 raise SettingsError(
@@ -100,7 +102,7 @@ class Settings:
                 )
             options = {**options, "average": "params"}
         with convert_to_settings_error("rule_options: "):
-            return rule_class(**options)
+            return exchange_rule_class(**options)
 
     @property
     def saves_on_signal(self) -> bool:
@@ -136,16 +138,18 @@ def check_model_options(options: Mapping[str, Any]) -> None:
     check_step_options(options)
 
 
-def normalize_rule_name(name: str) -> str:
-    """Return the name of a rule's class from its name in upper or lower case."""
-    if name.lower() not in RULE_CLASSES:
-        names = ", ".join(sorted(kind.__name__ for kind in RULE_CLASSES.values() if kind is not exchange_rules.EAMSGD))
+def normalize_exchange_rule_name(name: str) -> str:
+    """Return the name of an exchange rule's class from its name in upper or lower case."""
+    if name.lower() not in EXCHANGE_RULE_CLASSES:
+        names = ", ".join(
+            sorted(kind.__name__ for kind in EXCHANGE_RULE_CLASSES.values() if kind is not exchange_rules.EAMSGD)
+        )
         raise SettingsError(f"rule: expected one of {names}, got {name!r}")
-    return RULE_CLASSES[name.lower()].__name__
+    return EXCHANGE_RULE_CLASSES[name.lower()].__name__
 
 
-def get_rule_options(rule: exchange_rules.Rule) -> dict[str, Any]:
-    """Return the options of a rule that differ from their defaults, by name."""
+def get_exchange_rule_options(rule: exchange_rules.ExchangeRule) -> dict[str, Any]:
+    """Return the options of an exchange rule that differ from their defaults, by name."""
     options = {}
     for name, parameter in inspect.signature(type(rule)).parameters.items():
         value = getattr(rule, name, parameter.default)

@@ -22,8 +22,9 @@ from synkhronos.training.train_function.extra_updates import append_averaged_upd
 from synkhronos.training.train_function.step_options import StepOptions
 from synkhronos.training.train_function.training_graph import TrainingGraph, build_local_updates, replace_params
 from synkhronos.training.train_function.weighted_mean import warn_of_varying_denominators
-from synkhronos.training.updates.flat_gradient import FlatGradient, RuleUpdates
+from synkhronos.training.updates.flat_gradient import FlatGradient
 from synkhronos.training.updates.sharded_updates import ShardedUpdates, ShardedVariable
+from synkhronos.training.updates.update_rule import RuleUpdates
 from synkhronos.variable_types import SharedVariable
 
 
@@ -90,7 +91,7 @@ class Model:
     vels, vels2 : list of shared variables
         The gradient's vector, if BSP reduces gradients; empty otherwise.  With ``shard_optimizer`` `vels` is a matrix
         with a row for each rank, and `vels2` is this rank's row.
-    rule_variables : list of shared variables
+    updated_variables : list of shared variables
         Variables that the unsharded update rule updates, in its order, if BSP reduces gradients.
     sharded_variables : dict
         Sharded variables of the optimizer, by the variable of the unsharded one; empty without ``shard_optimizer``.
@@ -137,7 +138,7 @@ class Model:
         self.epoch = 0
         self.ema_params: list[Any] | None = None
         self.has_rank_means = False
-        self.rule_variables: list[SharedVariable] = []
+        self.updated_variables: list[SharedVariable] = []
         self.sharded_variables: dict[Any, ShardedVariable] = {}
         self._gather_fn: Any = None
         self.gathers_gradient = self.has_new_shards = False
@@ -172,8 +173,8 @@ class Model:
 
         If BSP reduces gradients, ``loss`` is a list of the reduced gradients, and `weight` is None during this call.
         """
-        rule = updates.nesterov_momentum(loss, params, learning_rate=learning_rate, weight=self.weight)
-        return build_local_updates(rule)
+        rule_updates = updates.nesterov_momentum(loss, params, learning_rate=learning_rate, weight=self.weight)
+        return build_local_updates(rule_updates)
 
     def set_options(self, options: Mapping[str, Any]) -> None:
         """Set options of the step, before `compile_iter_fns`; raise TypeError or ValueError for a wrong one."""
@@ -273,25 +274,25 @@ class Model:
             extra_updates=[(shared, new, "mean") for shared, new in self.averages.items()],
             weight=self.weight,
         )
-        rule, _ = append_averaged_updates(training.rule_updates, training.extra_updates, training.x[0])
+        rule_updates, _ = append_averaged_updates(training.rule_updates, training.extra_updates, training.x[0])
         equal = {u.shared: u.expression for u in training.extra_updates if not u.may_differ}
-        self.rule_variables = list(rule.param_updates)
-        vector = row = rule.grad_shared
+        self.updated_variables = list(rule_updates.param_updates)
+        vector = row = rule_updates.grad_shared
         if self.shard_optimizer and self.size > 1:
-            rule, row = self._shard_updates(library, rule)
-            vector = rule.grad_shared
+            rule_updates, row = self._shard_updates(library, rule_updates)
+            vector = rule_updates.grad_shared
         self.ema_params, self.vels, self.vels2 = training.ema, [vector], [row]
-        self._apply_fn = library.function([], [], updates=list({**rule.param_updates, **equal}.items()))
-        gradient = rule.grad_updates[vector]
+        self._apply_fn = library.function([], [], updates=list({**rule_updates.param_updates, **equal}.items()))
+        gradient = rule_updates.grad_updates[vector]
         return {vector: vector + gradient if self.num_slices > 1 else gradient}
 
-    def _shard_updates(self, library: Any, rule: RuleUpdates) -> tuple[RuleUpdates, Any]:
+    def _shard_updates(self, library: Any, rule_updates: RuleUpdates) -> tuple[RuleUpdates, Any]:
         """Shard updates over the ranks; return the updates of this rank, and its row of the gradient's matrix.
 
         The updates replace the reduced gradient in the row by new parameters.  `_gather_fn` copies the parameters from
         the matrix of all ranks' rows.
         """
-        shards = ShardedUpdates(rule, self.trainable_params, self.size, f"{type(self).__name__}.updates()")
+        shards = ShardedUpdates(rule_updates, self.trainable_params, self.size, f"{type(self).__name__}.updates()")
         self.sharded_variables, self.gathers_gradient = shards.sharded_variables, shards.gathers_gradient
         for variable in self.sharded_variables.values():
             variable.set_shard(self.rank, self.size)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from synkhronos.exchange_rules import BSP, Rule
+from synkhronos.exchange_rules import ExchangeRule
 from synkhronos.launcher.configuration.settings import Settings
 from synkhronos.launcher.model_class.model import Model
 from synkhronos.launcher.model_class.model_interface import ModelInterfaceError, call_by_signature, shorten_repr
@@ -33,8 +33,8 @@ def _compile_functions(model: Any, sync_type: str) -> None:
             model.size = size
 
 
-def set_model_options(model: Any, options: Mapping[str, Any], rule: Rule, name: str) -> None:
-    """Set the options of a `Model`'s step; raise ModelInterfaceError if one of them, the class or the rule is wrong."""
+def set_model_options(model: Any, options: Mapping[str, Any], exchange_rule: ExchangeRule, name: str) -> None:
+    """Set the options of a `Model`'s step; raise ModelInterfaceError if one is wrong, or the class or exchange rule."""
     if not isinstance(model, Model):
         if options:
             raise ModelInterfaceError(f"model_options: {name} lacks:\n  the base class synkhronos.launcher.Model")
@@ -44,10 +44,12 @@ def set_model_options(model: Any, options: Mapping[str, Any], rule: Rule, name: 
     except (TypeError, ValueError) as error:
         raise ModelInterfaceError(f"{name}: {error}") from None
     for option in model.step_options.non_defaults:
-        if not isinstance(rule, BSP):
-            raise ModelInterfaceError(f"{option}: needs the exchange rule BSP, got {rule!r}")
-        if rule.precision is not None:
-            raise ModelInterfaceError(f"{option}: BSP has to exchange gradients in their own precision, got {rule!r}")
+        if not exchange_rule.is_bulk_synchronous:
+            raise ModelInterfaceError(f"{option}: needs the exchange rule BSP, got {exchange_rule!r}")
+        if exchange_rule.precision is not None:
+            raise ModelInterfaceError(
+                f"{option}: BSP has to exchange gradients in their own precision, got {exchange_rule!r}"
+            )
 
 
 def requires_gradient_exchange(model: Any) -> bool:
@@ -55,9 +57,9 @@ def requires_gradient_exchange(model: Any) -> bool:
     return isinstance(model, Model) and bool(model.step_options.non_defaults)
 
 
-def compile_model(model: Any, settings: Settings, rule: Rule, size: int) -> ExchangedQuantity | None:
+def compile_model(model: Any, settings: Settings, exchange_rule: ExchangeRule, size: int) -> ExchangedQuantity | None:
     """Compile an instance's functions; return the quantity that ranks exchange after each step, None without any."""
-    quantity = _choose_exchanged_quantity(model, settings, rule, size)
+    quantity = _choose_exchanged_quantity(model, settings, exchange_rule, size)
     _compile_functions(model, "cdd" if quantity == "gradient" else "avg")
     if quantity != "gradient":
         return quantity
@@ -68,14 +70,16 @@ def compile_model(model: Any, settings: Settings, rule: Rule, size: int) -> Exch
     return "gradient"
 
 
-def _choose_exchanged_quantity(model: Any, settings: Settings, rule: Rule, size: int) -> ExchangedQuantity | None:
+def _choose_exchanged_quantity(
+    model: Any, settings: Settings, exchange_rule: ExchangeRule, size: int
+) -> ExchangedQuantity | None:
     """Return the quantity to exchange after each step under BSP; None if ranks do not exchange after each step.
 
-    The option ``average`` of the rule decides.  By default ranks exchange parameters if the class is a `Model` whose
+    The option ``average`` of BSP decides.  By default ranks exchange parameters if the class is a `Model` whose
     step has no options, and gradients for any other class.
     """
     requires_gradient = requires_gradient_exchange(model)
-    if not requires_gradient and (not isinstance(rule, BSP) or size == 1):
+    if not requires_gradient and (not exchange_rule.is_bulk_synchronous or size == 1):
         return None
     average = settings.rule_options.get("average")
     if average == "params" and requires_gradient:

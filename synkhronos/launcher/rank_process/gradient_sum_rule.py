@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.exchange_rules import Rule, State
+from synkhronos.exchange_rules import ExchangeRule, ExchangeState
 from synkhronos.exchange_rules.rule import all_reduce_mean
 from synkhronos.exchange_rules.state import FlatVariables
 from synkhronos.programs import RankContext
@@ -17,7 +17,7 @@ from synkhronos.training.train_function.step_command import all_gather_rows, red
 _PENDING = "pending"
 
 
-class GradientSumRule(Rule):
+class GradientSumRule(ExchangeRule):
     """Exchange rule that writes the sum of all ranks' ``vels`` into ``vels2``, as one vector.
 
     Theano-MPI's models compile two functions.  One writes the gradient, or the momentum, into `vels`.  The other
@@ -29,15 +29,17 @@ class GradientSumRule(Rule):
     parameters.  The second exchange gathers the rows of all ranks in ``vels``.
     """
 
+    is_bulk_synchronous = True
+
     def __init__(self, model: Any, precision: str | None = None):
         super().__init__(period=1, precision=precision)
         self.vels, self.vels2 = FlatVariables(model.vels), FlatVariables(model.vels2)
         self._sharded_model = model if getattr(model, "sharded_variables", None) else None
 
-    def setup(self, context: RankContext, state: State) -> None:
+    def setup(self, context: RankContext, state: ExchangeState) -> None:
         """Leave ``vels2`` at the values that the class has set."""
 
-    def exchange(self, context: RankContext, state: State) -> None:
+    def exchange(self, context: RankContext, state: ExchangeState) -> None:
         """All-reduce ``vels`` into ``vels2``; the exchanges of a sharded optimizer are described at the class."""
         if self._sharded_model is not None:
             self._exchange_shards(context, self._sharded_model)
@@ -57,15 +59,15 @@ class GradientSumRule(Rule):
         if model.has_new_shards or model.gathers_gradient:
             all_gather_rows(rank, matrix, row)
 
-    def compute_consensus(self, context: RankContext, state: State) -> Any:
+    def compute_consensus(self, context: RankContext, state: ExchangeState) -> Any:
         """Return this rank's parameters, which are equal on all ranks unless they are excluded."""
         return state.vector
 
-    def save_pending(self, state: State) -> None:
+    def save_pending(self, state: ExchangeState) -> None:
         """Save the pending sum in the state, for a checkpoint."""
         state.own[_PENDING] = np.asarray(self.vels2.get())
 
-    def restore_pending(self, state: State) -> None:
+    def restore_pending(self, state: ExchangeState) -> None:
         """Set ``vels2`` to the pending sum of a checkpoint, if the checkpoint has a sum of this size."""
         pending = state.own.pop(_PENDING, None)
         if pending is not None and np.size(pending) == self.vels2.size:

@@ -103,15 +103,15 @@ def _train(settings: Settings, arguments: MasterArguments) -> int:
     ranks_by_host = get_session().ranks_by_host
     processes = run(rank_functions.prepare_rank, arguments, devices, ranks_by_host)
     (Path(settings.folder) / PROCESSES_FILE).write_text(json.dumps(processes))
-    rule = settings.make_rule()
-    n_elements, dtype = run(rank_functions.build_model, settings, rule)[0]
-    shared_arrays = allocate_shared_arrays(rule, get_session().size, n_elements, np.dtype(dtype))
+    exchange_rule = settings.make_exchange_rule()
+    n_elements, dtype = run(rank_functions.build_model, settings, exchange_rule)[0]
+    shared_arrays = allocate_shared_arrays(exchange_rule, get_session().size, n_elements, np.dtype(dtype))
     stop_flag = create_unpublished((1,), "int64")
     path = Path(settings.folder) / "timeline.json"
     recording = timeline(path) if settings.timeline else contextlib.nullcontext()
     # Before this point there is nothing to save, and signals end the run.  The supervisor limits the time to save.
     with recording, StopSignalHandler(None, stop_flag.data) if settings.saves_on_signal else contextlib.nullcontext():
-        is_complete = run(rank_functions.train_model, settings, rule, shared_arrays, arguments, stop_flag)[0]
+        is_complete = run(rank_functions.train_model, settings, exchange_rule, shared_arrays, arguments, stop_flag)[0]
         return COMPLETE_EXIT_CODE if is_complete else 128 + get_requested_stop()
 
 

@@ -36,10 +36,10 @@ class ModelBatchLoop(BatchLoop):
         stop_flag: LocalRows,
     ):
         self.state, self.sanity_check, self.memory_checkpoints = state, sanity_check, memory_checkpoints
-        self.context, self.rule = state.context, state.rule
+        self.context, self.exchange_rule = state.context, state.exchange_rule
         self.model, self.recorder = state.model, state.recorder
         seconds = self.recorder.meter.seconds
-        self._periodic_exchange = PeriodicExchange(self.context, self.rule, state.rule_state, seconds)
+        self._periodic_exchange = PeriodicExchange(self.context, self.exchange_rule, state.exchange_state, seconds)
         self.is_last_step, self.is_stopped_by_signal = True, False
         self._stop_agreement, self._stop_poll = StopAgreement(self.context), StopPoll(self.context, stop_flag)
         #: Minimum over ranks of the number of batches in the epoch; memory checkpoints are written before this batch.
@@ -75,14 +75,14 @@ class ModelBatchLoop(BatchLoop):
         recorder = self.recorder
         self.context.progress()
         start, seconds_before = time.perf_counter(), dict(recorder.meter.seconds)
-        # Under BSP all ranks take equal steps, so the class's functions may have means over ranks.
-        is_bsp = self.state.settings.rule == "BSP"
-        rank_means = RankMeanContext(self.context.all_gather).activate() if is_bsp else nullcontext()
+        # If all ranks take each step together, the class's functions may have means over ranks.
+        is_together = self.exchange_rule.is_bulk_synchronous
+        rank_means = RankMeanContext(self.context.all_gather).activate() if is_together else nullcontext()
         with use_model_precision(), rank_means:
             self.model.train_iter(batch_step.batch_number, recorder)
         recorder.count_iteration(time.perf_counter() - start)
         self._record_compute_time(start, seconds_before)
-        return int(self.is_last_step or not self.rule.asynchronous)
+        return int(self.is_last_step or not self.exchange_rule.asynchronous)
 
     def exchange_if_due(self, steps: int) -> None:
         """Check the steps, exchange with other ranks if an exchange is due, and apply gradients of the exchange."""
@@ -99,8 +99,8 @@ class ModelBatchLoop(BatchLoop):
             self._periodic_exchange.run()
 
     def _check_step(self) -> None:
-        """Check that steps change parameters, and, unless the rule is asynchronous, that ranks take different ones."""
-        if self.sanity_check.record_step() and not self.rule.asynchronous:
+        """Check that steps change parameters, and that synchronous ranks take different ones."""
+        if self.sanity_check.record_step() and not self.exchange_rule.asynchronous:
             self.sanity_check.compare_ranks(self.context)
         self.sanity_check.check_params_change(self.recorder.learning_rate, epoch_ended=False)
 
@@ -132,7 +132,7 @@ class ModelBatchLoop(BatchLoop):
         Synchronous ranks stop together.  Asynchronous ranks stop together at a memory checkpoint.  After the last
         memory checkpoint of the epoch, each asynchronous rank stops by itself.
         """
-        if not self.rule.asynchronous:
+        if not self.exchange_rule.asynchronous:
             return self.is_last_step and self._stop_agreement.agree_on_stop()
         if self.memory_checkpoints:
             if self._is_memory_checkpoint_new and any(self.context.all_gather(bool(get_requested_stop()))):
@@ -152,11 +152,11 @@ class ModelBatchLoop(BatchLoop):
         the first epoch if they differ.
         """
         n_batches = int(self.model.data.n_batch_train)
-        if self.rule.asynchronous and not self.memory_checkpoints:
+        if self.exchange_rule.asynchronous and not self.memory_checkpoints:
             return n_batches
         by_rank = self.context.all_gather(n_batches)
         self._min_n_batches = min(by_rank)
-        if self.rule.asynchronous:
+        if self.exchange_rule.asynchronous:
             return n_batches
         if min(by_rank) != max(by_rank) and self.context.number == 0 and self.recorder.epoch == 0:
             sys.stdout.write(

@@ -10,7 +10,7 @@ import time
 import numpy as np
 
 from synkhronos.devices import get_array_device
-from synkhronos.exchange_rules import BSP, Swap
+from synkhronos.exchange_rules import Swap
 from synkhronos.graph_libraries import get_library
 from synkhronos.launcher.model_class.model import Model
 from synkhronos.launcher.model_class.model_data import ModelData
@@ -55,10 +55,12 @@ class ModelEpochLoop(ReportLoop):
         self.n_epochs = get_n_epochs(state.model, settings)
         self.patience, self.saves_best = settings.patience, settings.keep_best is not None
         self.checkpoint_every = settings.checkpoint
-        step_variables = self.model.vels if isinstance(state.rule, GradientSumRule) else state.variables.exchanged
+        step_variables = (
+            self.model.vels if isinstance(state.exchange_rule, GradientSumRule) else state.variables.exchanged
+        )
         self.sanity_check = SanityCheck(list(self.model.params), step_variables)
         if arguments.checkpoint_path is None:
-            state.rule.setup(state.context, state.rule_state)
+            state.exchange_rule.setup(state.context, state.exchange_state)
         else:
             state.resume(arguments.checkpoint_path)
         self.n_reports = state.n_complete_epochs
@@ -119,9 +121,8 @@ class ModelEpochLoop(ReportLoop):
         shared_lr = getattr(self.model, "shared_lr", None)
         warms_up = self.settings.warmup
         if warms_up is None:
-            is_default = isinstance(self.state.rule, BSP | GradientSumRule | Swap) and getattr(
-                self.model, "warmup", True
-            )
+            rule = self.state.exchange_rule
+            is_default = (rule.is_bulk_synchronous or isinstance(rule, Swap)) and getattr(self.model, "warmup", True)
             warms_up = is_default and not self.settings.scale_lr  # scale_lr multiplies the rate at the start of the run
         if not warms_up or shared_lr is None or self.context.size == 1 or not 1 <= epoch <= _WARMUP_EPOCHS:
             return
@@ -154,7 +155,7 @@ class ModelEpochLoop(ReportLoop):
             self._warm_up_learning_rate(epoch)
         self.recorder.learning_rate = get_learning_rate(self.model)
         if not math.isnan(self.recorder.learning_rate):
-            self.state.rule_state.learning_rate = self.recorder.learning_rate
+            self.state.exchange_state.learning_rate = self.recorder.learning_rate
         if is_resumed:
             self.recorder.begin_epoch(epoch, *self.state.position["record"])
         else:
@@ -172,7 +173,7 @@ class ModelEpochLoop(ReportLoop):
             self.recorder.clear_train_info()
             call_optional(self.model, "reset_iter", "train")
             self.sanity_check.check_params_change(self.recorder.learning_rate, epoch_ended=True)
-            if self.state.rule.asynchronous:
+            if self.state.exchange_rule.asynchronous:
                 self.sanity_check.compare_ranks(self.context)
         self.state.set_params_to_consensus()
         return not self.batch_loop.is_stopped_by_signal
@@ -194,7 +195,7 @@ class ModelEpochLoop(ReportLoop):
         return report
 
     def validate(self, report: Report) -> bool:
-        """Validate the rule's consensus parameters; a validation that a signal stops has no results."""
+        """Validate the exchange rule's consensus parameters; a validation that a signal stops has no results."""
         recorder = self.recorder
         generator_states = self.state.get_generator_states()
         batch, ends_run, is_stopped = 0, False, False

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.exchange_rules import Rule, State
+from synkhronos.exchange_rules import ExchangeRule, ExchangeState
 from synkhronos.launcher.configuration.settings import Settings
 from synkhronos.launcher.model_class.model_interface import call_by_signature, get_steps_per_batch, use_model_precision
 from synkhronos.launcher.model_class.model_recorder import ModelRecorder
@@ -31,14 +31,14 @@ from synkhronos.training.monitoring.early_stopping import EarlyStopping
 from synkhronos.training.monitoring.recorder import filter_lines
 from synkhronos.training.train_function.optimizer_state import join_shards
 
-#: Key under which a rank stores the `State` of the rule.
-STORAGE_KEY = "launch"
+#: Key under which a rank stores the `ExchangeState` of the exchange rule.
+STORAGE_KEY = "run"
 
 
 class ModelState:
     """Instance of a model class on one rank, its position in the run, and its checkpoints.
 
-    ``variables`` are the shared variables of the instance by role, ``rule_arrays`` the shared memory of the rule.
+    ``variables`` are the shared variables of the instance by role, ``shared_arrays`` those of the exchange rule.
 
     Attributes
     ----------
@@ -55,27 +55,35 @@ class ModelState:
         self,
         context: RankContext,
         settings: Settings,
-        rule: Rule,
+        exchange_rule: ExchangeRule,
         model: Any,
         variables: VariablesByRole,
-        rule_arrays: dict[str, LocalRows],
+        shared_arrays: dict[str, LocalRows],
         recorder: ModelRecorder,
     ):
-        self.context, self.settings, self.rule, self.model, self.variables = context, settings, rule, model, variables
+        self.context, self.settings, self.exchange_rule, self.model, self.variables = (
+            context,
+            settings,
+            exchange_rule,
+            model,
+            variables,
+        )
         self.recorder = recorder
         self._sharded_variables = list(getattr(model, "sharded_variables", {}).values())
-        self._spec = rank_state.RankStateSpec(STORAGE_KEY, variables, rule, rule_arrays, is_joint=False)
+        self._spec = rank_state.RankStateSpec(STORAGE_KEY, variables, exchange_rule, shared_arrays, is_joint=False)
         self.folder = Path(settings.folder)
-        self.applies_gradients = isinstance(rule, GradientSumRule) and callable(getattr(model, "apply_gradients", None))
+        self.applies_gradients = isinstance(exchange_rule, GradientSumRule) and callable(
+            getattr(model, "apply_gradients", None)
+        )
         self.n_complete_epochs = 0
         self.position: dict[str, Any] = {"batch": 0}
         self.early_stopping = EarlyStopping()
         context.get_storage(STORAGE_KEY)["state"] = self._spec.make_state()
 
     @property
-    def rule_state(self) -> State:
+    def exchange_state(self) -> ExchangeState:
         """State on which the exchange rule operates; `restore` replaces it."""
-        state: State = self.context.get_storage(STORAGE_KEY)["state"]
+        state: ExchangeState = self.context.get_storage(STORAGE_KEY)["state"]
         return state
 
     @cached_property
@@ -90,8 +98,8 @@ class ModelState:
         ``checkpoints``, by default the run's folder of checkpoints.
         """
         is_within_epoch = metrics is None
-        if isinstance(self.rule, GradientSumRule) and not self.applies_gradients:
-            self.rule.save_pending(self.rule_state)
+        if isinstance(self.exchange_rule, GradientSumRule) and not self.applies_gradients:
+            self.exchange_rule.save_pending(self.exchange_state)
         state = rank_state.collect_state(self.context, self._spec)
         totals, total_steps = self.recorder.meter.totals, self.recorder.meter.total_steps
         position = (
@@ -105,9 +113,9 @@ class ModelState:
         else:
             rank_entries = [rank_entry, *map(self.context.receive, range(1, self.context.size))]
             states = [state for state, *_ in rank_entries]
-            arrays, layout = rank_state.pack_states(states, self.rule_state.shared, False)
+            arrays, layout = rank_state.pack_states(states, self.exchange_state.shared, False)
             meta = {
-                **describe_training("run", self.rule, self.variables, None),
+                **describe_training("run", self.exchange_rule, self.variables, None),
                 **layout,
                 "epochs": self.n_complete_epochs,
                 "model": f"{self.settings.modelfile}:{self.settings.modelclass}",
@@ -138,8 +146,8 @@ class ModelState:
         set_global_generator_states(global_states)
 
     def set_params_to_consensus(self) -> None:
-        """Set the parameters to the rule's consensus, and the whole variables of a sharded optimizer."""
-        rank_state.set_params_to_consensus(self.context, STORAGE_KEY, self.rule)
+        """Set the parameters to the exchange rule's consensus, and the whole variables of a sharded optimizer."""
+        rank_state.set_params_to_consensus(self.context, STORAGE_KEY, self.exchange_rule)
         for variable in self._sharded_variables:
             shards = self.context.all_gather(np.asarray(variable.shard.get_value()))
             variable.whole.set_value(join_shards(shards, variable.shape))
@@ -152,7 +160,7 @@ class ModelState:
         """Resume from a checkpoint, which rank 0 reads for all ranks, and remove later records."""
         context = self.context
         meta = context.broadcast(read_metadata(path) if context.number == 0 else None)
-        check_can_resume(path, meta, describe_training("run", self.rule, self.variables, None))
+        check_can_resume(path, meta, describe_training("run", self.exchange_rule, self.variables, None))
         self.early_stopping = EarlyStopping.from_json(meta["stop"])
         if self.settings.keep_best:
             self.early_stopping.set_metric(" ".join(self.settings.keep_best))
@@ -161,8 +169,8 @@ class ModelState:
         if meta["within"]:
             self.skip_trained_batches(meta["epochs"], meta["within"])
         self.restore(path)
-        if isinstance(self.rule, GradientSumRule):
-            self.rule.restore_pending(self.rule_state)
+        if isinstance(self.exchange_rule, GradientSumRule):
+            self.exchange_rule.restore_pending(self.exchange_state)
         self.recorder.meter.total_steps = meta["totals"][context.number % len(meta["totals"])]
         if context.number < len(meta["host_generators"]):
             set_global_generator_states(meta["host_generators"][context.number])

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.exchange_rules import Rule
+from synkhronos.exchange_rules import ExchangeRule
 from synkhronos.exchange_rules.state import FlatVariables
 from synkhronos.graph_libraries import get_library, register_loaded_libraries
 from synkhronos.launcher import core_binding
@@ -94,7 +94,7 @@ def prepare_rank(
     return os.getpid()
 
 
-def build_model(context: RankContext, settings: Settings, rule: Rule) -> tuple[int, str]:
+def build_model(context: RankContext, settings: Settings, exchange_rule: ExchangeRule) -> tuple[int, str]:
     """Make, check and compile this rank's instance; return the size and dtype of the vector that ranks exchange."""
     model_class = import_model_class(settings.pythonpath, settings.modelfile, settings.modelclass)
     register_loaded_libraries()  # must precede the class's functions, which all ranks compile at once
@@ -105,8 +105,8 @@ def build_model(context: RankContext, settings: Settings, rule: Rule) -> tuple[i
         if not hasattr(model, name) and not hasattr(model_class, "__slots__"):
             setattr(model, name, config[name])
     context.progress()
-    set_model_options(model, settings.model_options, rule, settings.modelclass)
-    exchanged_quantity = compile_model(model, settings, rule, context.size)
+    set_model_options(model, settings.model_options, exchange_rule, settings.modelclass)
+    exchanged_quantity = compile_model(model, settings, exchange_rule, context.size)
     if exchanged_quantity is not None and context.number == 0:
         sys.stdout.write(f"{_EXCHANGE_DESCRIPTIONS[exchanged_quantity]}\n")
     check_interface(model, settings.modelclass)
@@ -139,8 +139,8 @@ def build_model(context: RankContext, settings: Settings, rule: Rule) -> tuple[i
 def train_model(
     context: RankContext,
     settings: Settings,
-    rule: Rule,
-    rule_arrays: dict[str, LocalRows],
+    exchange_rule: ExchangeRule,
+    shared_arrays: dict[str, LocalRows],
     arguments: MasterArguments,
     stop_flag: LocalRows,
 ) -> bool:
@@ -149,12 +149,12 @@ def train_model(
     model, variables = launched.model, launched.variables
     assert variables is not None
     if launched.exchanged_quantity == "gradient":
-        rule = GradientSumRule(model, rule.precision)
+        exchange_rule = GradientSumRule(model, exchange_rule.precision)
     is_on_first_host = context.number < len(settings.devices)
     writer = Recorder(settings.folder) if is_on_first_host else launched.remote_recorder
     folder = Path(settings.folder) if is_on_first_host else None
     recorder = ModelRecorder(context.number, writer, settings.every, get_batch_size(model), folder)
-    state = ModelState(context, settings, rule, model, variables, rule_arrays, recorder)
+    state = ModelState(context, settings, exchange_rule, model, variables, shared_arrays, recorder)
     try:
         return ModelEpochLoop(state, arguments, stop_flag).train_all_epochs()
     finally:

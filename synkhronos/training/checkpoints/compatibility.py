@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from synkhronos.checks import is_number
-from synkhronos.exchange_rules import Rule
+from synkhronos.exchange_rules import ExchangeRule
 from synkhronos.graph_libraries import get_library
 from synkhronos.training.checkpoints.checkpoint_folder import CheckpointError
 from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
-from synkhronos.training.updates.flat_gradient import get_shape
+from synkhronos.training.updates.shared_variables import get_shape
 from synkhronos.variable_types import SharedVariable
 
 #: Options that may change when a run is resumed: learning rates, and periods of exchanges.
@@ -31,9 +31,9 @@ _ROLE_DESCRIPTIONS = {
 
 
 def describe_training(
-    kind: str, rule: Rule, variables: VariablesByRole, update_rule: tuple[str, dict[str, Any]] | None
+    kind: str, exchange_rule: ExchangeRule, variables: VariablesByRole, update_rule: tuple[str, dict[str, Any]] | None
 ) -> dict[str, Any]:
-    """Describe the model, the rules and their options, for a checkpoint's ``meta``.
+    """Describe the model, both rules and their options, for a checkpoint's ``meta``.
 
     ``kind`` is the program that trains: "trainer" or "run".  A training run can resume from a checkpoint if both
     descriptions are equal, except for `CHANGEABLE_OPTIONS`.
@@ -41,9 +41,9 @@ def describe_training(
     name, options = update_rule or (None, {})
     return {
         "kind": kind,
-        "rule": type(rule).__name__,
-        "asynchronous": rule.asynchronous,
-        "rule_options": _to_json_options(rule.get_options()),
+        "rule": type(exchange_rule).__name__,
+        "asynchronous": exchange_rule.asynchronous,
+        "rule_options": _to_json_options(exchange_rule.get_options()),
         "update_rule": name,
         "update_rule_options": _to_json_options(options),
         "variables": {

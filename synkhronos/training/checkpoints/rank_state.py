@@ -5,8 +5,8 @@ Trainers and the launcher save and resume::
     all ranks: collect_state --> one rank: pack_states      --> CheckpointFolder
     all ranks: restore_state <-- one rank: check_can_resume <-- CheckpointFolder
 
-While a report is made, all ranks have the rule's consensus parameters (`set_params_to_consensus`).  Each rank stores
-its own parameters under ``"own"`` until the next step.  A checkpoint has each rank's own parameters.
+While a report is made, all ranks have the exchange rule's consensus parameters (`set_params_to_consensus`).  Each rank
+stores its own parameters under ``"own"`` until the next step.  A checkpoint has each rank's own parameters.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.exchange_rules import Rule, State
+from synkhronos.exchange_rules import ExchangeRule, ExchangeState
 from synkhronos.graph_libraries import get_library
 from synkhronos.programs import RankContext
 from synkhronos.training.checkpoints.checkpoint_folder import Checkpoint, read_checkpoint
@@ -29,30 +29,30 @@ from synkhronos.variable_types import SharedVariable
 class RankStateSpec:
     """Variables and exchange rule of a training run, which determine the state of a rank.
 
-    A rank stores the state under ``name``.  ``memory`` is the shared memory of the rule, by name.  If each step is one
-    command of all ranks (``is_joint``), their parameters are equal, and only rank 0's are saved.
+    A rank stores the state under ``name``.  ``shared_arrays`` are the exchange rule's arrays in shared memory.  If each
+    step is one command of all ranks (``is_joint``), their parameters are equal, and only rank 0's are saved.
     """
 
     name: str
     variables: VariablesByRole
-    rule: Rule
-    memory: dict[str, Any]
+    exchange_rule: ExchangeRule
+    shared_arrays: dict[str, Any]
     is_joint: bool
 
-    def make_state(self) -> State:
-        """Make the state on which the rule operates, at the first step."""
+    def make_state(self) -> ExchangeState:
+        """Make the state on which the exchange rule operates, at the first step."""
         variables = self.variables
-        return State(variables.exchanged, variables.whole_optimizer, self.memory, variables.n_averages)
+        return ExchangeState(variables.exchanged, variables.whole_optimizer, self.shared_arrays, variables.n_averages)
 
 
 def collect_state(context: RankContext, spec: RankStateSpec) -> dict[str, Any]:
     """Return the state of this rank; for joint steps, ranks other than 0 return only entries that may differ.
 
     ``others``, ``params``, ``optimizer`` and ``excluded`` are values of the variables in `VariablesByRole`, ``streams``
-    those of its generators.  ``own``, ``step`` and ``since`` are attributes of `State`.
+    those of its generators.  ``own``, ``step`` and ``since`` are attributes of `ExchangeState`.
     """
     variables, storage = spec.variables, context.get_storage(spec.name)
-    state: State | None = storage.get("state")
+    state: ExchangeState | None = storage.get("state")
     streams = [get_generator_state(shared) for shared in variables.generators]
     if spec.is_joint and context.number:
         return {"streams": streams, "others": variables.read_other_values()}
@@ -66,10 +66,10 @@ def collect_state(context: RankContext, spec: RankStateSpec) -> dict[str, Any]:
 
 
 def pack_states(
-    states_by_rank: Sequence[dict[str, Any]], memory: Mapping[str, np.ndarray], is_joint: bool
+    states_by_rank: Sequence[dict[str, Any]], shared_arrays: Mapping[str, np.ndarray], is_joint: bool
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Return the arrays of a checkpoint by their names in it, such as ``"0.params"``, and entries of its ``meta``."""
-    arrays = {f"shared.{name}": np.array(array) for name, array in memory.items()}
+    arrays = {f"shared.{name}": np.array(array) for name, array in shared_arrays.items()}
     for r, state in enumerate(states_by_rank):
         for key, value in state.items():
             if key == "own":
@@ -102,11 +102,11 @@ def _unpack_states(content: Checkpoint, spec: RankStateSpec) -> list[dict[str, A
     return states_by_rank
 
 
-def set_params_to_consensus(context: RankContext, name: str, rule: Rule) -> None:
-    """Set the parameters to the rule's consensus; store this rank's own parameters under ``"own"``."""
+def set_params_to_consensus(context: RankContext, name: str, exchange_rule: ExchangeRule) -> None:
+    """Set the parameters to the exchange rule's consensus; store this rank's own parameters under ``"own"``."""
     storage = context.get_storage(name)
-    state: State = storage["state"]
-    consensus = rule.compute_consensus(context, state)
+    state: ExchangeState = storage["state"]
+    consensus = exchange_rule.compute_consensus(context, state)
     storage["own"] = state.vector  # after the consensus, which may receive messages that change it
     state.vector = consensus
 
@@ -127,7 +127,7 @@ def restore_state(context: RankContext, spec: RankStateSpec, path: str, root: in
         for r, state in enumerate(states_by_rank):
             if r != root:
                 context.send(state, r)
-        for key, rows in spec.memory.items():
+        for key, rows in spec.shared_arrays.items():
             array = content.arrays[f"shared.{key}"]
             rows.array[...] = array if array.shape == rows.shape else 0  # arrays with a row per rank are 0 at a report
         state = states_by_rank[root]
@@ -156,18 +156,18 @@ def set_state(context: RankContext, spec: RankStateSpec, saved_state: dict[str, 
 def resize_states(saved_states: list[dict[str, Any]], spec: RankStateSpec, n_ranks: int) -> list[dict[str, Any]]:
     """Convert the states of ranks to ``n_ranks`` ranks.
 
-    ``saved_states`` has results of `collect_state`, each with the rule's memory under ``shared``.  The new states have
-    no ``shared``, and their ``streams`` are None for ranks that ``saved_states`` does not have.
+    ``saved_states`` has results of `collect_state`, each with the exchange rule's memory under ``shared``.  The new
+    states have no ``shared``, and their ``streams`` are None for ranks that ``saved_states`` does not have.
     """
     if spec.is_joint:
         states_by_rank = saved_states[:1] * n_ranks
     elif len(saved_states) == n_ranks:
         states_by_rank = saved_states
     else:
-        states_by_rank = spec.rule.resize_states(saved_states, n_ranks)
+        states_by_rank = spec.exchange_rule.resize_states(saved_states, n_ranks)
     return [
         {
-            **{key: value for key, value in state.items() if key != "shared"},  # ranks map the rule's memory
+            **{key: value for key, value in state.items() if key != "shared"},  # ranks map the exchange rule's memory
             "others": saved_states[r % len(saved_states)]["others"],
             "streams": saved_states[r]["streams"] if r < len(saved_states) else None,
         }

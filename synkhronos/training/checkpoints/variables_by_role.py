@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices import get_array_device
-from synkhronos.exchange_rules import Rule
+from synkhronos.exchange_rules import ExchangeRule
 from synkhronos.exchange_rules.state import FlatVariables
 from synkhronos.graph_libraries import get_library
 from synkhronos.training.train_function.training_graph import TrainingGraph
@@ -34,9 +34,11 @@ class VariablesByRole:
     n_averages: int = 0
 
     @classmethod
-    def from_graph(cls, graph: TrainingGraph, params: Sequence[SharedVariable], rule: Rule) -> VariablesByRole:
+    def from_graph(
+        cls, graph: TrainingGraph, params: Sequence[SharedVariable], exchange_rule: ExchangeRule
+    ) -> VariablesByRole:
         """Group the variables of a training graph by their role under an exchange rule."""
-        excluded_flags = [rule.exclude is not None and bool(rule.exclude(p)) for p in params]
+        excluded_flags = [exchange_rule.exclude is not None and bool(exchange_rule.exclude(p)) for p in params]
         exchanged_params = [p for p, is_excluded in zip(params, excluded_flags, strict=True) if not is_excluded]
         if not exchanged_params:
             raise ValueError("exclude: expected it to leave some parameter to be exchanged, but it excludes all")

@@ -23,7 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
-from synkhronos.exchange_rules import Rule, State
+from synkhronos.exchange_rules import ExchangeRule, ExchangeState
 from synkhronos.programs import RankContext
 from synkhronos.timelines.spans import register_traced_method
 from synkhronos.training.monitoring.meter import ActivityTimer
@@ -66,15 +66,17 @@ for method, span in (("step", "step"), ("exchange_if_due", "exchange"), ("record
 
 
 class PeriodicExchange:
-    """Runs a rule's exchange when the counted steps make it due, and adds its duration to ``seconds["exchange"]``."""
+    """Runs the exchange of an exchange rule when it is due, and adds its duration to ``seconds["exchange"]``."""
 
-    def __init__(self, context: RankContext, rule: Rule, state: State, seconds: dict[str, float]):
-        self._context, self.rule, self.state, self._seconds = context, rule, state, seconds
+    def __init__(
+        self, context: RankContext, exchange_rule: ExchangeRule, state: ExchangeState, seconds: dict[str, float]
+    ):
+        self._context, self.exchange_rule, self.state, self._seconds = context, exchange_rule, state, seconds
         self._steps_left = 1
 
     def update_steps_left(self) -> int:
-        """Return the rule's number of steps until the next exchange, from which `count_steps` counts down."""
-        self._steps_left = self.rule.count_steps_left(self.state)
+        """Return the exchange rule's number of steps until the next exchange, from which `count_steps` counts down."""
+        self._steps_left = self.exchange_rule.count_steps_left(self.state)
         return self._steps_left
 
     def count_steps(self, steps: int) -> bool:
@@ -85,9 +87,9 @@ class PeriodicExchange:
         return self._steps_left <= 0
 
     def run(self) -> None:
-        """Run the rule's exchange, and restart the count of steps."""
+        """Run the exchange rule's exchange, and restart the count of steps."""
         with ActivityTimer(self._seconds, "exchange", lambda: self._context.wait_seconds):
-            self.rule.exchange(self._context, self.state)
+            self.exchange_rule.exchange(self._context, self.state)
             self.state.steps_since_exchange = 0
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from synkhronos.graph_libraries import get_library
 from synkhronos.graph_libraries.dependence_analysis import DependenceAnalysis
 from synkhronos.training.updates import RuleUpdates
-from synkhronos.training.updates.flat_gradient import get_shape
+from synkhronos.training.updates.shared_variables import get_shape
 from synkhronos.variable_types import SharedVariable, Variable
 
 #: Argument for extra updates: shared variables and their new values, each with or without an op.

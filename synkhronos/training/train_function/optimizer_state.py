@@ -10,9 +10,9 @@ import numpy as np
 from synkhronos import ranks
 from synkhronos.collectives.calls import broadcast, gather, scatter
 from synkhronos.replication.replicator import Replicator
-from synkhronos.training.updates.flat_gradient import get_shape
 from synkhronos.training.updates.shard_layout import get_shard_bounds
 from synkhronos.training.updates.sharded_updates import ShardedVariable
+from synkhronos.training.updates.shared_variables import get_shape
 from synkhronos.variable_types import SharedVariable
 
 

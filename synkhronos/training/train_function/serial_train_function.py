@@ -26,7 +26,7 @@ class SerialTrainFunction:
     grad_shared : shared variable
         The gradients of all parameters in one vector, and the number of their rows.
     optimizer_state : list of shared variables
-        The rule's state, in the order of `synkhronos.training.TrainFunction`.
+        The update rule's state, in the order of `synkhronos.training.TrainFunction`.
     """
 
     def __init__(self, graph: TrainingGraph):
@@ -96,7 +96,7 @@ def make_train_function_serial(
     loss, params, x, y, update_rule, extra_updates, weight, clip_norm, ema, loss_scale
         As for `make_train_function`.
     **update_rule_kwargs
-        For the rule.
+        Options of the update rule.
 
     Returns
     -------

@@ -46,9 +46,9 @@ from synkhronos.training.train_function.step_options import StepOptions
 from synkhronos.training.train_function.training_graph import DataArgument, TrainingGraph
 from synkhronos.training.train_function.weighted_mean import divide_by_weight
 from synkhronos.training.updates import RuleUpdates
-from synkhronos.training.updates.flat_gradient import get_shape
 from synkhronos.training.updates.sharded_updates import ShardedUpdates
-from synkhronos.training.updates.update_rule import UpdateRule, get_rule_name
+from synkhronos.training.updates.shared_variables import get_shape
+from synkhronos.training.updates.update_rule import UpdateRule, get_update_rule_name
 from synkhronos.variable_types import Array, SharedVariable, Variable, Variables
 
 #: Loss of a step as a term of a weighted mean: the loss and None, or the loss times its weight and the weight.
@@ -83,8 +83,8 @@ class TrainFunction:
         new values of `extra_updates` that are averaged, and their number of rows.  After a step it holds the reduction
         over ranks.
     optimizer_state : list of shared variables
-        State variables of the rule, such as velocities and counters, to save and load with the parameters.  Their order
-        depends only on the rule and the parameters.  Their values are equal on all ranks.
+        State variables of the update rule, such as velocities and counters, to save and load with the parameters.
+        Their order depends only on the rule and the parameters.  Their values are equal on all ranks.
     """
 
     def __init__(self, graph: TrainingGraph, wire_dtype: str | None = None):
@@ -97,7 +97,9 @@ class TrainFunction:
         rule_updates, self._n_tail = append_averaged_updates(graph.rule_updates, graph.extra_updates, graph.x[0])
         sharded_updates, n_ranks = None, ranks.get_session().size
         if graph.options.shard_optimizer and n_ranks > 1:
-            sharded_updates = ShardedUpdates(rule_updates, graph.params, n_ranks, get_rule_name(graph.update_rule))
+            sharded_updates = ShardedUpdates(
+                rule_updates, graph.params, n_ranks, get_update_rule_name(graph.update_rule)
+            )
             rule_updates = RuleUpdates(
                 sharded_updates.grad_updates, sharded_updates.local_updates, sharded_updates.grad_shared
             )
@@ -138,11 +140,11 @@ class TrainFunction:
             )
 
     def get_state_vector(self, shareds: Sequence[SharedVariable]) -> np.ndarray:
-        """Return whole values of variables of the rule: see `OptimizerState.get_vector`."""
+        """Return whole values of variables of the update rule: see `OptimizerState.get_vector`."""
         return self._optimizer.get_vector(shareds)
 
     def set_state_vector(self, shareds: Sequence[SharedVariable], vector: np.ndarray) -> None:
-        """Set variables of the rule from `get_state_vector`; compile anew if the number of ranks has changed since."""
+        """Set variables of the update rule from `get_state_vector`; compile anew for another number of ranks."""
         if self._optimizer.is_sharded and self._optimizer.n_ranks != ranks.get_session().size:
             self._compile(self._graph)
         self._optimizer.set_vector(shareds, vector)
@@ -157,7 +159,7 @@ class TrainFunction:
         return self._graph.ema
 
     def get_optimizer_state(self) -> list[np.ndarray]:
-        """Return the values of the rule's variables, whole also with `shard_optimizer`.
+        """Return the values of the update rule's variables, whole also with `shard_optimizer`.
 
         Returns
         -------
@@ -168,7 +170,7 @@ class TrainFunction:
         return self._optimizer.gather_values()
 
     def set_optimizer_state(self, values: Sequence[Array]) -> None:
-        """Set the rule's variables on all ranks.
+        """Set the update rule's variables on all ranks.
 
         Parameters
         ----------
@@ -538,7 +540,7 @@ def make_train_function(
         the rule reads as whole arrays, such as the momentum of `muon`'s matrices, stays whole on every rank.  `lamb` is
         refused, since it reads all of its state as whole arrays.  See `TrainFunction.get_optimizer_state`.
     **update_rule_kwargs
-        Options of the rule, such as ``learning_rate=0.1``.
+        Options of the update rule, such as ``learning_rate=0.1``.
 
     Returns
     -------

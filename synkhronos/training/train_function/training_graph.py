@@ -26,13 +26,10 @@ from synkhronos.training.train_function.weighted_mean import (
     warn_of_varying_denominators,
 )
 from synkhronos.training.updates import RuleUpdates, chain, clip_by_global_norm
-from synkhronos.training.updates.flat_gradient import find_library
-from synkhronos.training.updates.rule_extensions import (
-    add_moving_averages,
-    compute_gradients_with_loss_scale,
-    skip_overflows,
-)
-from synkhronos.training.updates.update_rule import UpdateRule, get_rule_name, to_rule_updates
+from synkhronos.training.updates.arguments import find_library
+from synkhronos.training.updates.loss_scaling import compute_gradients_with_loss_scale, skip_overflows
+from synkhronos.training.updates.moving_averages import add_moving_averages
+from synkhronos.training.updates.update_rule import UpdateRule, get_update_rule_name, to_rule_updates
 from synkhronos.variable_types import SharedVariable, Variable, Variables
 
 #: Argument for data: an array or Data object for one variable, or a list of them for several variables.
@@ -51,7 +48,8 @@ class TrainingGraph:
     update_rule : callable
         The update rule that made `rule_updates`, with clipping if the options have it.
     optimizer_state, ema : list of shared variable
-        Variables that the rule updates besides the parameters; moving averages of the parameters, None without `ema`.
+        Variables that the update rule updates besides the parameters; moving averages of the parameters, None without
+        `ema`.
     """
 
     def __init__(
@@ -163,9 +161,9 @@ def _check_update_rule_kwargs(update_rule: UpdateRule, update_rule_kwargs: Mappi
     for name in update_rule_kwargs:
         if name not in parameters:
             known = {*parameters, *(option.name for option in fields(StepOptions))} - {name}
-            rule_name = get_rule_name(update_rule)
+            update_rule_name = get_update_rule_name(update_rule)
             similar = format_similar(name, known)
-            raise TypeError(f"{name}: neither an option of this function nor of the rule {rule_name}{similar}")
+            raise TypeError(f"{name}: neither an option of this function nor of the rule {update_rule_name}{similar}")
 
 
 def _parse_variables(argument: str, value: Any) -> list[Variable]:
@@ -201,14 +199,14 @@ def _parse_sliceable(shareds: Sequence[SharedVariable] | None, variables: list[V
     return data
 
 
-def build_local_updates(rule: RuleUpdates) -> dict[SharedVariable, Variable]:
+def build_local_updates(rule_updates: RuleUpdates) -> dict[SharedVariable, Variable]:
     """Return the updates of a local step, by shared variable; the gradient is the rank's own, without an all-reduce."""
-    expression = rule.grad_updates[rule.grad_shared]
+    expression = rule_updates.grad_updates[rule_updates.grad_shared]
     library = get_library(expression)
-    new_values = library.clone(list(rule.param_updates.values()), {rule.grad_shared: expression})
+    new_values = library.clone(list(rule_updates.param_updates.values()), {rule_updates.grad_shared: expression})
     return {
         shared: library.convert_to_type_of(shared, new)
-        for shared, new in zip(rule.param_updates, new_values, strict=True)
+        for shared, new in zip(rule_updates.param_updates, new_values, strict=True)
     }
 
 
@@ -226,7 +224,7 @@ def describe_update_rule(update_rule: UpdateRule, update_rule_kwargs: Mapping[st
     """Return the name of an update rule and all of its options with their defaults, which checkpoints compare."""
     parameters = inspect.signature(update_rule).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty and p.name != "weight"}
-    return get_rule_name(update_rule), {**defaults, **update_rule_kwargs}
+    return get_update_rule_name(update_rule), {**defaults, **update_rule_kwargs}
 
 
 def _to_list(argument: str, value: object, variables: list[Variable], is_list: bool) -> list[Variable]:

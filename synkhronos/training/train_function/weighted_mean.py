@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from synkhronos.graph_libraries import get_library
 from synkhronos.graph_libraries.dependence_analysis import DependenceAnalysis
-from synkhronos.training.updates.flat_gradient import find_library
+from synkhronos.training.updates.arguments import find_library
 from synkhronos.variable_types import Array, SharedVariable, Variable
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from synkhronos.exchange_rules import Rule
+from synkhronos.exchange_rules import ExchangeRule
 from synkhronos.function import Function, function
 from synkhronos.training.checkpoints.rank_state import RankStateSpec
 from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
@@ -36,29 +36,34 @@ class CompiledModel:
     def __init__(
         self,
         graph: TrainingGraph,
-        rule: Rule,
+        exchange_rule: ExchangeRule,
         learning_rate: SharedVariable,
         schedule: Schedule,
         metrics: dict[str, Metric],
     ):
-        self.graph, self.rule, self.learning_rate, self.schedule = graph, rule, learning_rate, schedule
+        self.graph, self.exchange_rule, self.learning_rate, self.schedule = (
+            graph,
+            exchange_rule,
+            learning_rate,
+            schedule,
+        )
         self.metrics = metrics
-        variables = VariablesByRole.from_graph(graph, graph.params, rule)
+        variables = VariablesByRole.from_graph(graph, graph.params, exchange_rule)
         self.validation = _compile_validation(graph, metrics) if metrics else None
         self.joint_step: TrainFunction | None = None
         self.local_step: Function | None = None
-        if rule.averages_gradients:
-            self.joint_step = TrainFunction(graph, rule.precision)
+        if exchange_rule.averages_gradients:
+            self.joint_step = TrainFunction(graph, exchange_rule.precision)
         else:
             self.local_step = _compile_local_step(graph)
-        update_rule, rule_options = describe_update_rule(graph.update_rule, graph.update_rule_kwargs)
+        update_rule, update_rule_options = describe_update_rule(graph.update_rule, graph.update_rule_kwargs)
         if graph.options.ema is not None:
-            rule_options["ema"] = graph.options.ema
+            update_rule_options["ema"] = graph.options.ema
         is_joint = self.joint_step is not None
         name = f"trainer {next(_trainer_numbers)}"
-        spec = RankStateSpec(name, variables, rule, {}, is_joint=is_joint)
+        spec = RankStateSpec(name, variables, exchange_rule, {}, is_joint=is_joint)
         sharded_step = self.joint_step if graph.options.shard_optimizer else None
-        self.state = TrainerState(spec, (update_rule, rule_options), sharded_step)
+        self.state = TrainerState(spec, (update_rule, update_rule_options), sharded_step)
         self.launch_shapes: set[Any] = set()
 
     @property

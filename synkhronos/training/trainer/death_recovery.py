@@ -8,7 +8,7 @@ The master keeps a copy of the state of all ranks in memory, made after the last
                replace the workers, restore the copy on all ranks, and repeat the operation
                    │ a rank fails to start, twice
                    v
-               leave the rank out: convert the copy to fewer ranks, as `Rule.resize_states` converts a checkpoint
+               leave the rank out: convert the copy to fewer ranks by `ExchangeRule.resize_states`
 
 An operation is atomic: the copy overwrites all changes of a failed operation, on every rank.  So no row is skipped or
 used twice.  New workers are forks of the master, which inherit the copy (see `synkhronos.ranks.session`).  Once JAX or
@@ -101,11 +101,11 @@ class RecoveryPolicy(DeathPolicy):
         self.step = 0
         self.steps_per_copy = 1
         self._values: dict[str, Any] = {}
-        self._rule_memory: dict[str, np.ndarray] = {}
+        self._shared_values: dict[str, np.ndarray] = {}
         #: Variables of the sharded optimizer, gathered from all ranks.
         self._sharded_optimizer: np.ndarray | None = None
         self._has_trained = self.has_copy = False
-        #: Number of ranks for which the exchange rule's memory was made.
+        #: Number of ranks for which the exchange rule's shared arrays were made.
         self._n_ranks = self._session.size
 
     # -- operations ------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class RecoveryPolicy(DeathPolicy):
                 yield
         finally:
             _copies_by_trainer.pop(self._state.spec.name, None)
-            self._values, self._rule_memory, self._sharded_optimizer, self.has_copy = {}, {}, None, False
+            self._values, self._shared_values, self._sharded_optimizer, self.has_copy = {}, {}, None, False
 
     # -- copies ----------------------------------------------------------------------------------------------
 
@@ -166,10 +166,10 @@ class RecoveryPolicy(DeathPolicy):
             self._values, self._sharded_optimizer, self.has_copy = spec.variables.read_values(), optimizer, True
             return  # equal on all ranks
         by_rank = run(rank_state.collect_state, spec)
-        shared = {name: np.array(data.data) for name, data in spec.memory.items()}
+        shared = {name: np.array(data.data) for name, data in spec.shared_arrays.items()}
         stored = self._session.rank.objects.get(("storage", spec.name), {})
         # No worker takes part in these assignments, so an interrupt cannot separate them.
-        _copies_by_trainer[spec.name], self._rule_memory, self._has_trained = by_rank, shared, "state" in stored
+        _copies_by_trainer[spec.name], self._shared_values, self._has_trained = by_rank, shared, "state" in stored
         self._sharded_optimizer, self.has_copy = optimizer, True
         if not spec.is_joint:
             self.step = by_rank[self._session.rank.number]["step"]
@@ -241,21 +241,21 @@ class RecoveryPolicy(DeathPolicy):
             return
         size, by_rank = self._session.size - len(ranks_to_remove), _copies_by_trainer[spec.name]
         if not spec.is_joint and len(by_rank) != size:
-            saved = [{**own, "shared": self._rule_memory} for own in by_rank]
+            saved = [{**own, "shared": self._shared_values} for own in by_rank]
             _copies_by_trainer[spec.name] = rank_state.resize_states(saved, spec, size)
         has_new_processes = self._session.replace_workers(is_fork_unsafe(), ranks_to_remove)
         if has_new_processes:
             distribute()  # moves the variables of functions to the device, which a program does not do
         if self._n_ranks != size:
-            state.allocate_memory()
+            state.allocate_shared_arrays()
             self._n_ranks = size
-        for name, data in spec.memory.items():
-            before = self._rule_memory[name]
+        for name, data in spec.shared_arrays.items():
+            before = self._shared_values[name]
             data[...] = before if before.shape == data.shape else 0  # as in `restore_state` for another number of ranks
         run(restore_copy, spec, self._has_trained, _copies_by_trainer[spec.name] if has_new_processes else None)
         state.set_sharded_optimizer_state(self._sharded_optimizer)
         if not spec.is_joint and self._has_trained:
-            run(rank_state.set_params_to_consensus, spec.name, spec.rule)
+            run(rank_state.set_params_to_consensus, spec.name, spec.exchange_rule)
 
 
 def restore_copy(

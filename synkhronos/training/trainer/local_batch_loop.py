@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.exchange_rules import State
+from synkhronos.exchange_rules import ExchangeState
 from synkhronos.loading.loader import LoaderRows
 from synkhronos.programs import LocalFunction, LocalRows, RankContext
 from synkhronos.programs.rank_context import BATCH_COUNTS_LOCK
@@ -68,14 +68,19 @@ class LocalBatchLoop(TrainerBatchLoop):
         batch_counts: LocalRows,
     ):
         storage = context.get_storage(spec.name)
-        state: State = storage["state"]
+        state: ExchangeState = storage["state"]
         launch_shapes = storage.setdefault("launch_shapes", set())
         reader = make_loss_reader(step.read, plan.has_loss_weight)
         meter = Meter(context.number, plan.recorders, reader, launch_shapes, state.step, lambda: context.wait_seconds)
         super().__init__(plan, source, meter, plan.batch_size, context.is_master)
-        self.context, self.rule, self.state, self.on_poll = context, spec.rule, state, context.progress
+        self.context, self.exchange_rule, self.state, self.on_poll = (
+            context,
+            spec.exchange_rule,
+            state,
+            context.progress,
+        )
         self._step, self._learning_rate, self._batch_counts = step, learning_rate, _SharedBatchCounts(batch_counts)
-        self.periodic_exchange = PeriodicExchange(context, spec.rule, state, meter.seconds)
+        self.periodic_exchange = PeriodicExchange(context, spec.exchange_rule, state, meter.seconds)
         #: Weights of the steps since the last exchange.
         self._unexchanged_weights: list[Any] = []
         state.count_items = self._sum_weights if plan.has_loss_weight else None
@@ -88,7 +93,7 @@ class LocalBatchLoop(TrainerBatchLoop):
 
     def iterate_batches(self) -> Iterator[BatchGroup]:
         """Yield the batches of each launch of this rank; an exchange is due only after the last batch of a launch."""
-        return self._iterate_taken_batches() if self.rule.asynchronous else self._iterate_rounds()
+        return self._iterate_taken_batches() if self.exchange_rule.asynchronous else self._iterate_rounds()
 
     def _iterate_rounds(self) -> Iterator[BatchGroup]:
         """Yield batches in rounds of one batch per rank; in the last round ranks may get fewer rows, or none."""
@@ -132,7 +137,7 @@ class LocalBatchLoop(TrainerBatchLoop):
 
     def decide_stop(self) -> bool:
         """Return True if all ranks agree to stop; asynchronous ranks stop in `_iterate_taken_batches` instead."""
-        return self.plan.can_stop and not self.rule.asynchronous and self._stop_agreement.agree_on_stop()
+        return self.plan.can_stop and not self.exchange_rule.asynchronous and self._stop_agreement.agree_on_stop()
 
     def set_learning_rate(self, rate: float) -> None:
         """Set the learning rate's variable on this rank."""
@@ -175,7 +180,11 @@ class LocalBatchLoop(TrainerBatchLoop):
         if not self.periodic_exchange.count_steps(steps):
             return
         # The exchange may wait for launched steps, so their rows are freed first: other ranks may need the memory.
-        if isinstance(self.source, LoaderRows) or self.rule.asynchronous and self.state.steps_since_exchange > 1:
+        if (
+            isinstance(self.source, LoaderRows)
+            or self.exchange_rule.asynchronous
+            and self.state.steps_since_exchange > 1
+        ):
             self.finish_steps()
         self.state.learning_rate = self.rate
         self.periodic_exchange.run()
@@ -193,27 +202,32 @@ def take_local_steps(
     source: RowSource,
     batch_counts: LocalRows,
 ) -> tuple[int, RankTotals]:
-    """Train this rank on its rows of an interval, then set the parameters to the rule's consensus.
+    """Train this rank on its rows of an interval, then set the parameters to the exchange rule's consensus.
 
     Return the position reached, which is before ``plan.stop`` if a signal has stopped the ranks, and the rank's totals.
     """
-    storage, rule = context.get_storage(spec.name), spec.rule
-    state: State | None = storage.get("state")
+    storage, exchange_rule = context.get_storage(spec.name), spec.exchange_rule
+    state: ExchangeState | None = storage.get("state")
     restore_own_params(context, spec.name)  # does nothing after an interrupt
     step_counts = context.all_gather(None if state is None else (state.step, state.steps_since_exchange))
     present_counts = [counts for counts in step_counts if counts is not None]
-    if state is None or len(present_counts) < len(step_counts) or not rule.asynchronous and len(set(step_counts)) > 1:
+    if (
+        state is None
+        or len(present_counts) < len(step_counts)
+        or not exchange_rule.asynchronous
+        and len(set(step_counts)) > 1
+    ):
         # All ranks make a new state at the first interval, or if an interrupt has stopped them at different steps.
         state = spec.make_state()
         state.step = max([step for step, _ in present_counts], default=0)
         if present_counts:
             state.vector = context.all_reduce(state.vector)
-        rule.setup(context, state)
+        exchange_rule.setup(context, state)
         storage["state"] = state
     loop = LocalBatchLoop(context, plan, step, learning_rate, spec, source, batch_counts)
     loop.run()
     loop.finish_steps()
     with loop.meter.time_activity("exchange"):
-        set_params_to_consensus(context, spec.name, rule)
+        set_params_to_consensus(context, spec.name, exchange_rule)
     loop.write_lines(flush=True)
     return loop.end, loop.meter.get_totals(loop.rate)

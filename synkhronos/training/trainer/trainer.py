@@ -20,7 +20,7 @@ from synkhronos.casts import as_numbers, check_cast
 from synkhronos.checks import check_at_least, check_choice, check_flag, check_number, describe, suggest_keywords
 from synkhronos.data import Data
 from synkhronos.data import data as make_data
-from synkhronos.exchange_rules import BSP, EAMSGD, Rule
+from synkhronos.exchange_rules import BSP, EAMSGD, ExchangeRule
 from synkhronos.loading import Loader
 from synkhronos.loading.loader import set_row_dtypes
 from synkhronos.training.checkpoints.checkpoint_folder import CheckpointError, CheckpointFolder
@@ -36,7 +36,7 @@ from synkhronos.training.trainer.death_recovery import DeathPolicy
 from synkhronos.training.trainer.epoch_data import EpochData, check_enough_rows
 from synkhronos.training.trainer.trainer_report_loop import TrainerReportLoop
 from synkhronos.training.updates import nesterov_momentum
-from synkhronos.training.updates.flat_gradient import find_library
+from synkhronos.training.updates.arguments import find_library
 from synkhronos.training.updates.update_rule import UpdateRule
 from synkhronos.variable_types import SharedVariable, Variable, Variables
 
@@ -50,14 +50,14 @@ class Trainer:
         The trained parameters.  After each report the master has the consensus of all ranks: the centre, or the mean.
         The same applies to `extra_updates` with the op "mean".
     learning_rate : shared variable
-    rule : Rule
+    rule : ExchangeRule
     schedule : callable
         Schedule of the learning rate; another one may be set between two reports.
     """
 
     def __init__(self, model: CompiledModel):
         self._model = model
-        self.params, self.rule, self.learning_rate = model.graph.params, model.rule, model.learning_rate
+        self.params, self.rule, self.learning_rate = model.graph.params, model.exchange_rule, model.learning_rate
         #: Loop of the last call of `epochs`.
         self._loop: TrainerReportLoop | None = None
 
@@ -322,7 +322,7 @@ def make_trainer(
     x: Variables,
     y: Variables,
     update_rule: UpdateRule,
-    rule: Rule | None = None,
+    rule: ExchangeRule | None = None,
     learning_rate: Schedule | float = 0.01,
     validate: Mapping[str, Any] | Sequence[Any] | Any = None,
     extra_updates: UpdatesArgument | None = None,
@@ -343,7 +343,7 @@ def make_trainer(
     ----------
     loss, params, x, y, update_rule
         As for `synkhronos.training.make_train_function`.
-    rule : Rule, optional
+    rule : ExchangeRule, optional
         Exchange rule of `synkhronos.exchange_rules`, not to be confused with `update_rule`.  Default: `BSP`.
     learning_rate : float or callable
         A number, or a schedule: see `synkhronos.training.schedules`.
@@ -389,7 +389,7 @@ def make_trainer(
     >>> synk.close()
     """
     rule = BSP() if rule is None else rule
-    if not isinstance(rule, Rule):
+    if not isinstance(rule, ExchangeRule):
         raise TypeError(f"rule: expected one of synkhronos.exchange_rules, such as EASGD(), got {rule!r}")
     if isinstance(rule, EAMSGD):
         if update_rule is not nesterov_momentum:

@@ -44,7 +44,7 @@ class TrainerPosition:
     #: Metrics of the last report.
     metrics: dict[str, float] = field(default_factory=dict)
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
-    #: Number of joint steps; ranks that take their own steps count them in their `State`.
+    #: Number of joint steps; ranks that take their own steps count them in their `ExchangeState`.
     steps: int = 0
     n_rows_of_earlier_epochs: int = 0
     order_key: OrderKey = OrderKey(0, 0, None)
@@ -80,21 +80,23 @@ class TrainerState:
         if self._session is session:
             return
         self.position, self.rate = TrainerPosition(), math.nan
-        self.allocate_memory()
+        self.allocate_shared_arrays()
         if not self.spec.is_joint:
             session.memory.release_when_deleted(trainer, "object", ("storage", self.spec.name))
         self._session = session
 
-    def allocate_memory(self) -> None:
-        """Allocate the rule's shared memory for the present number of ranks; joint steps need none."""
+    def allocate_shared_arrays(self) -> None:
+        """Allocate the exchange rule's arrays for the present number of ranks; joint steps need none."""
         spec = self.spec
-        spec.memory = {}
+        spec.shared_arrays = {}
         if not spec.is_joint:
             vector = FlatVariables(spec.variables.exchanged)
-            spec.memory = allocate_shared_arrays(spec.rule, ranks.get_session().size, vector.size, vector.dtype)
+            spec.shared_arrays = allocate_shared_arrays(
+                spec.exchange_rule, ranks.get_session().size, vector.size, vector.dtype
+            )
 
     def _describe(self) -> dict[str, Any]:
-        return describe_training("trainer", self.spec.rule, self.variables, self._update_rule)
+        return describe_training("trainer", self.spec.exchange_rule, self.variables, self._update_rule)
 
     def get_sharded_optimizer_state(self) -> np.ndarray | None:
         """Gather the variables of a sharded optimizer from all ranks into one vector; None if it is not sharded."""
@@ -112,8 +114,8 @@ class TrainerState:
         by_rank = run(rank_state.collect_state, self.spec)
         if self._sharded_step is not None:
             by_rank[0]["optimizer"] = self.get_sharded_optimizer_state()
-        memory = {name: array.data for name, array in self.spec.memory.items()}
-        arrays, layout = rank_state.pack_states(by_rank, memory, self.spec.is_joint)
+        shared_arrays = {name: array.data for name, array in self.spec.shared_arrays.items()}
+        arrays, layout = rank_state.pack_states(by_rank, shared_arrays, self.spec.is_joint)
         meta = {
             **self._describe(),
             **layout,
@@ -161,13 +163,13 @@ class TrainerState:
             n_rows_of_earlier_epochs=meta["seen"] - meta["row"],
             order_key=data.order_key,
         )
-        if self.spec.memory:
-            self.allocate_memory()  # sets the memory to zeros on every host
+        if self.spec.shared_arrays:
+            self.allocate_shared_arrays()  # sets the arrays to zeros on every host
         run(rank_state.restore_state, self.spec, str(path), ranks.get_session().rank.number)
         if self._sharded_step is not None:
             self.set_sharded_optimizer_state(read_checkpoint(path).arrays["0.optimizer"])
         if not self.spec.is_joint:
-            run(rank_state.set_params_to_consensus, self.spec.name, self.spec.rule)
+            run(rank_state.set_params_to_consensus, self.spec.name, self.spec.exchange_rule)
         schedules.set_state(schedule, meta["schedule"])
         self.position = position
         return int(meta["seen"])

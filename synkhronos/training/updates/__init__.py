@@ -25,7 +25,6 @@ parameters, and at least float32.
 """
 
 from synkhronos.training.updates.decoupled_optimizers import adamw, lamb, lion, muon
-from synkhronos.training.updates.flat_gradient import RuleUpdates
 from synkhronos.training.updates.master_weights import master_weights
 from synkhronos.training.updates.optimizers import (
     adadelta,
@@ -50,6 +49,7 @@ from synkhronos.training.updates.transformations import (
     scale,
     total_norm_constraint,
 )
+from synkhronos.training.updates.update_rule import RuleUpdates
 
 __all__ = [
     "RuleUpdates",

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from synkhronos.training.updates.flat_gradient import get_shape
 from synkhronos.training.updates.optimizers import check_decay_rate, make_moments, one_minus_power
+from synkhronos.training.updates.shared_variables import get_shape
 from synkhronos.training.updates.update_rule import FormulaContext, NewValues, update_rule
 from synkhronos.variable_types import Scalar, SharedVariable, Variable
 

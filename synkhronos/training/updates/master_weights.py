@@ -10,18 +10,13 @@ from typing import Any
 import numpy as np
 
 from synkhronos.graph_libraries import get_library
-from synkhronos.training.updates.flat_gradient import (
-    RuleUpdates,
-    as_gradients,
-    make_shared_like,
-    make_zero_state,
-    parse_params,
-)
-from synkhronos.training.updates.update_rule import UpdateRule
+from synkhronos.training.updates.arguments import as_gradients, parse_params
+from synkhronos.training.updates.shared_variables import make_shared_like, make_zero_state
+from synkhronos.training.updates.update_rule import RuleUpdates, UpdateRule
 from synkhronos.variable_types import Scalar, SharedVariable, Variables
 
 
-def master_weights(rule: UpdateRule) -> Any:
+def master_weights(update_rule: UpdateRule) -> Any:
     r"""Let an update rule compute in float32 for float16 parameters, like the mixed precision of PyTorch and Apex.
 
     Each float16 parameter has a master copy in float32 among the variables of the rule.  The rule updates the copy, and
@@ -29,7 +24,7 @@ def master_weights(rule: UpdateRule) -> Any:
 
     Parameters
     ----------
-    rule : callable
+    update_rule : callable
         An update rule.
 
     Notes
@@ -51,8 +46,8 @@ def master_weights(rule: UpdateRule) -> Any:
     >>> print(w.get_value())
     0.998
     """
-    if not callable(rule):
-        raise TypeError(f"master_weights: expected an update rule, got {rule!r}")
+    if not callable(update_rule):
+        raise TypeError(f"master_weights: expected an update rule, got {update_rule!r}")
 
     def update_masters(
         loss_or_grads: Variables,
@@ -68,7 +63,7 @@ def master_weights(rule: UpdateRule) -> Any:
         # While the rule is built, masters have the parameters' names, which predicates of parameters may read.
         masters = [make_shared_like(p, p.get_value(), "float32", p.name) if p.dtype == "float16" else p for p in params]
         grads = [tensor.cast(g, str(np.result_type(g.dtype, m.dtype))) for g, m in zip(grads, masters, strict=True)]
-        updates = RuleUpdates(*rule(grads, masters, *args, weight=weight, **kwargs))
+        updates = RuleUpdates(*update_rule(grads, masters, *args, weight=weight, **kwargs))
         pairs = {m: p for p, m in zip(params, masters, strict=True) if m is not p}
         if not pairs:
             return updates
@@ -90,6 +85,6 @@ def master_weights(rule: UpdateRule) -> Any:
             new_values[shared] = library.convert_to_type_of(shared, new)
         return updates._replace(param_updates=new_values)
 
-    update_masters.__name__ = f"master_weights({getattr(rule, '__name__', type(rule).__name__)})"
-    update_masters.__signature__ = inspect.signature(rule)  # type: ignore[attr-defined]
+    update_masters.__name__ = f"master_weights({getattr(update_rule, '__name__', type(update_rule).__name__)})"
+    update_masters.__signature__ = inspect.signature(update_rule)  # type: ignore[attr-defined]
     return update_masters

@@ -10,16 +10,12 @@ from typing import Any, TypeVar
 
 from synkhronos.checks import is_number
 from synkhronos.graph_libraries import get_library
-from synkhronos.training.updates.flat_gradient import (
-    RuleUpdates,
-    as_scalar,
-    check_scalars,
-    make_zero_state,
-    parse_params,
-)
+from synkhronos.training.updates.arguments import as_scalar, check_scalars, parse_params
+from synkhronos.training.updates.shared_variables import make_zero_state
 from synkhronos.training.updates.update_rule import (
     FormulaContext,
     NewValues,
+    RuleUpdates,
     add_shared_sections,
     format_hyperparameter,
     update_rule,

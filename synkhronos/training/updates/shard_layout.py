@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.graph_libraries import get_library
-from synkhronos.training.updates.flat_gradient import get_shape
+from synkhronos.training.updates.shared_variables import get_shape
 from synkhronos.variable_types import SharedVariable, Variable
 
 

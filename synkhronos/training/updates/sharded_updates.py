@@ -32,8 +32,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synkhronos.graph_libraries import GraphLibrary, get_library
-from synkhronos.training.updates.flat_gradient import RuleUpdates, get_shape
 from synkhronos.training.updates.shard_layout import ShardLayout, get_shard_bounds
+from synkhronos.training.updates.shared_variables import get_shape
+from synkhronos.training.updates.update_rule import RuleUpdates
 from synkhronos.variable_types import Node, SharedVariable, Variable
 
 #: Operations that change shapes or types, but neither elements nor their order.
@@ -98,8 +99,8 @@ class _NotWholeError(Exception):
 class ShardedUpdates:
     """Updates of a rule, sharded over the ranks.
 
-    ``updates`` read a vector of the gradients of whole parameters, in their order, followed by a tail.  ``rule_name``
-    is the rule's name in errors.
+    ``updates`` read a vector of the gradients of whole parameters, in their order, followed by a tail.  Errors name the
+    rule by ``update_rule_name``.
 
     Attributes
     ----------
@@ -119,10 +120,10 @@ class ShardedUpdates:
         If operations of the rule read all of its state whole; the message names a variable.
     """
 
-    def __init__(self, updates: RuleUpdates, params: Sequence[SharedVariable], n_ranks: int, rule_name: str):
+    def __init__(self, updates: RuleUpdates, params: Sequence[SharedVariable], n_ranks: int, update_rule_name: str):
         self._library = get_library(*params)
         self._tensor = self._library.tensor
-        self._params, self._rule_name = list(params), rule_name
+        self._params, self._update_rule_name = list(params), update_rule_name
         self._vector = updates.grad_shared
         self._layout = ShardLayout(self._vector, params, n_ranks)
         self.grad_shared, self.row = self._layout.matrix, self._layout.row
@@ -159,8 +160,9 @@ class ShardedUpdates:
                     self._param_index_and_shards[s] = i, self._make_sharded_variable(s, self._layout.lengths[i])
         if whole_states and not self._param_index_and_shards:
             raise ValueError(
-                f"shard_optimizer: {self._rule_name} reads the whole of {whole_states[0].name or 'its variables'}, "
-                "so that no part of its state can be divided among the ranks"
+                f"shard_optimizer: {self._update_rule_name} reads the whole of "
+                f"{whole_states[0].name or 'its variables'}, so that "
+                "no part of its state can be divided among the ranks"
             )
 
     def _make_sharded_variable(self, state: SharedVariable, length: int) -> ShardedVariable:
@@ -212,8 +214,8 @@ class ShardedUpdates:
             yield
         except _NotWholeError as error:
             raise ValueError(
-                f"shard_optimizer: {self._rule_name} cannot be sharded: its update of {shared.name or shared!r} reads "
-                f"{error}, of which each rank has a part"
+                f"shard_optimizer: {self._update_rule_name} cannot be sharded: its update of {shared.name or shared!r} "
+                f"reads {error}, of which each rank has a part"
             ) from None
 
     def _get_value(self, values: dict[Any, _ShardedValue], variable: Variable) -> _ShardedValue:

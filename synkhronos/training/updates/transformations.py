@@ -23,19 +23,10 @@ import numpy as np
 
 from synkhronos.checks import check_positive, is_number
 from synkhronos.graph_libraries import get_library
-from synkhronos.training.updates.flat_gradient import (
-    FlatGradient,
-    RuleUpdates,
-    VectorPieces,
-    as_gradients,
-    as_scalar,
-    check_scalars,
-    find_library,
-    get_shape,
-    parse_params,
-    split_gradient,
-)
-from synkhronos.training.updates.update_rule import UpdateRule, to_rule_updates
+from synkhronos.training.updates.arguments import as_gradients, as_scalar, check_scalars, find_library, parse_params
+from synkhronos.training.updates.flat_gradient import FlatGradient, VectorPieces, split_gradient
+from synkhronos.training.updates.shared_variables import get_shape
+from synkhronos.training.updates.update_rule import RuleUpdates, UpdateRule, to_rule_updates
 from synkhronos.variable_types import Scalar, SharedVariable, Variable, Variables
 
 #: Function of gradients, or steps, and parameters, which returns new gradients or steps.
@@ -70,7 +61,7 @@ def chain(*parts: Any) -> UpdateRule:
     if len(indexes) != 1:
         raise ValueError(f"chain: expected one update rule among the {len(parts)} parts, got {len(indexes)}")
     (index,) = indexes
-    rule, gradient_transforms, step_transforms = parts[index], parts[:index], parts[index + 1 :]
+    update_rule, gradient_transforms, step_transforms = parts[index], parts[:index], parts[index + 1 :]
 
     def chained(
         loss_or_grads: Variables,
@@ -80,7 +71,7 @@ def chain(*parts: Any) -> UpdateRule:
         **kwargs: Any,
     ) -> RuleUpdates:
         params = parse_params(params)
-        updates = to_rule_updates(rule, rule(loss_or_grads, params, *args, weight=weight, **kwargs))
+        updates = to_rule_updates(update_rule, update_rule(loss_or_grads, params, *args, weight=weight, **kwargs))
         if gradient_transforms:
             updates = _replace_gradient(
                 updates,
@@ -90,7 +81,7 @@ def chain(*parts: Any) -> UpdateRule:
         return _transform_step(updates, params, step_transforms) if step_transforms else updates
 
     chained.__name__ = f"chain({', '.join(map(_get_name, parts))})"
-    chained.__signature__ = inspect.signature(rule)  # type: ignore[attr-defined]
+    chained.__signature__ = inspect.signature(update_rule)  # type: ignore[attr-defined]
     return chained
 
 
@@ -143,14 +134,14 @@ def partition(*groups: tuple[Callable[[SharedVariable], bool], UpdateRule] | Upd
                 raise ValueError(f"params: {p!r} is in no group of partition(); end with a rule for the rest")
             members[index].append(p)
         merged: OrderedDict[Any, Any] = OrderedDict()
-        for (_, rule), group_params in zip(pairs, members, strict=True):
+        for (_, update_rule), group_params in zip(pairs, members, strict=True):
             if group_params:
                 group_grads = [g for g, p in zip(grads, params, strict=True) if any(p is q for q in group_params)]
-                updates = to_rule_updates(rule, rule(group_grads, group_params, *args, **kwargs))
+                updates = to_rule_updates(update_rule, update_rule(group_grads, group_params, *args, **kwargs))
                 merged.update(_replace_gradient(updates, group_params, [pieces[p] for p in group_params]).param_updates)
         return RuleUpdates(OrderedDict([(flat.shared, flat.expression)]), merged, flat.shared)
 
-    partitioned.__name__ = f"partition({', '.join(_get_name(rule) for _, rule in pairs)})"
+    partitioned.__name__ = f"partition({', '.join(_get_name(update_rule) for _, update_rule in pairs)})"
     return partitioned
 
 

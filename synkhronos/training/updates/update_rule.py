@@ -10,13 +10,34 @@ import functools
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from synkhronos.graph_libraries import get_library
-from synkhronos.training.updates.flat_gradient import FlatGradient, RuleUpdates, as_scalar, make_zero_state
+from synkhronos.training.updates.arguments import as_scalar
+from synkhronos.training.updates.flat_gradient import FlatGradient
+from synkhronos.training.updates.shared_variables import make_zero_state
 from synkhronos.variable_types import Scalar, SharedVariable, Variable, Variables
+
+
+class RuleUpdates(NamedTuple):
+    """Result of an update rule; unpacks as ``grad_updates, param_updates, grad_shared``.
+
+    Attributes
+    ----------
+    grad_updates : OrderedDict
+        ``{grad_shared: expression}``: a function with these updates writes the rank's own gradient.
+    param_updates : OrderedDict
+        New values of the parameters and of the rule's own shared variables, from `grad_shared`.
+    grad_shared : shared variable
+        The concatenated gradients of all parameters, a vector; all-reduce it between the two functions.
+    """
+
+    grad_updates: OrderedDict[SharedVariable, Variable]
+    param_updates: OrderedDict[SharedVariable, Variable]
+    grad_shared: SharedVariable
+
 
 #: Function of a loss, parameters and hyperparameters, among them ``weight``.
 UpdateRule: TypeAlias = Callable[..., RuleUpdates]
@@ -130,7 +151,7 @@ def update_rule(example: str, result: float, **descriptions: str) -> Callable[[C
     return decorate
 
 
-def get_rule_name(rule: UpdateRule) -> str:
+def get_update_rule_name(rule: UpdateRule) -> str:
     """Return the name of an update rule, that of the function in a `functools.partial`."""
     function: Any = rule
     while isinstance(function, functools.partial):
@@ -142,7 +163,7 @@ def to_rule_updates(rule: UpdateRule, result: object) -> RuleUpdates:
     """Convert a rule's result to `RuleUpdates`; raise TypeError for anything but a triple."""
     if not isinstance(result, tuple) or len(result) != 3:
         raise TypeError(
-            f"update_rule: expected {get_rule_name(rule)} to return (grad_updates, param_updates, grad_shared), "
+            f"update_rule: expected {get_update_rule_name(rule)} to return (grad_updates, param_updates, grad_shared), "
             f"got {result!r} of type {type(result).__name__}"
         )
     return RuleUpdates(*result)
