@@ -66,12 +66,16 @@ def _check_variable(replicator: Replicator, variable: SharedVariable, allow_gene
         )
 
 
-def distribute_variables(session: Session, variables: Sequence[SharedVariable]) -> tuple[Any, ...]:
-    """Send variables to the workers that don't have them, and return the variables' keys.
+def distribute_variables(
+    session: Session, variables: Sequence[SharedVariable], makes_ranks_differ: bool = False
+) -> tuple[Any, ...]:
+    """Send variables to the workers that don't have them, and return the variables' keys, for a collective.
 
     It is called after all arguments have been checked, since a call that raises must not send copies to the workers.
+    ``makes_ranks_differ`` is whether the collective gives each rank values of its own.
     """
     replicator = Replicator.get_or_create(session)
+    replicator.record_collective(variables, makes_ranks_differ)
     missing = [variable for variable in variables if replicator.get_key(variable) is None]
     if missing:
         replicator.send([], missing)

@@ -105,7 +105,7 @@ def broadcast(shared_vars: SharedVariables, values: Any = None, nccl: bool = Tru
             session.run(Broadcast(distribute_variables(session, arrays), nccl))
             return
         rows = [select_all_rows(value) for value in shared_values]
-        _assign(session, arrays, shared_values, [rows] * session.size)
+        _assign(session, arrays, shared_values, [rows] * session.size, makes_ranks_differ=False)
 
 
 def scatter(shared_vars: SharedVariables, values: Any, batch: BatchArgument = None) -> None:
@@ -159,11 +159,16 @@ def scatter(shared_vars: SharedVariables, values: Any, batch: BatchArgument = No
 
 
 def _assign(
-    session: Session, variables: list[SharedVariable], values: list[Data], rows_by_rank: Iterable[Iterable[Any]]
+    session: Session,
+    variables: list[SharedVariable],
+    values: list[Data],
+    rows_by_rank: Iterable[Iterable[Any]],
+    makes_ranks_differ: bool = True,
 ) -> None:
     """Set each rank's replicas of variables to its rows of each value; see `Scatter`."""
     locations = tuple(map(get_array_location, values))
-    session.run(Scatter(distribute_variables(session, variables), locations, tuple(map(tuple, rows_by_rank))))
+    keys = distribute_variables(session, variables, makes_ranks_differ)
+    session.run(Scatter(keys, locations, tuple(map(tuple, rows_by_rank))))
 
 
 def gather(shared_vars: SharedVariables, nd_up: int = 1, nccl: bool = True) -> Any:
@@ -381,7 +386,7 @@ def reduce_scatter(shared_vars: SharedVariables, op: str = "avg", nccl: bool = T
         nccl = check_flag(nccl, "nccl")
         variables, _ = parse_variables(session, shared_vars)
         op = check_op(op, variables)
-        session.run(ReduceScatter(distribute_variables(session, variables), op, nccl))
+        session.run(ReduceScatter(distribute_variables(session, variables, makes_ranks_differ=True), op, nccl))
 
 
 def set_value(rank: int, shared_vars: SharedVariables, values: Any, batch: BatchArgument = None) -> None:

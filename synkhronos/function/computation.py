@@ -121,6 +121,18 @@ class Computation:
         """Return every shared variable that the computation reads or writes."""
         return self.library.find_shareds(self.list_variables())
 
+    def list_read_shareds(self) -> list[Any]:
+        """Return the shared variables on which the updates, and the outputs that are reduced over ranks, depend."""
+        outputs = [
+            self.library.get_output_variable(output)
+            for output, op in zip(self.outputs, self.output_ops, strict=True)
+            if op.name is not None
+        ]
+        new_values = [value for _, value in self.updates + self.givens]
+        variables = [v for v in outputs + new_values if self.library.is_variable(v)]
+        replaced = {id(key) for key, _ in self.givens}
+        return [shared for shared in self.library.find_shareds(variables) if id(shared) not in replaced]
+
     @cached_property
     def engine(self) -> Engine:
         """Engine that launches the compiled variants."""

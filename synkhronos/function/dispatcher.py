@@ -42,6 +42,11 @@ class Dispatcher:
         self.input_writer = CallInputWriter(computation)
         #: Variants that all ranks have compiled.
         self._compiled_variants: set[Variant] = set()
+        #: Replicator of `distributed_session`, and its number of the master's values at the last call.
+        self._replicator: Replicator
+        self._n_master_values = 0
+        #: Shared variables that the function reads, and those that it updates.
+        self._read_and_written: tuple[set[Any], set[Any]] | None = None
 
     # -- calls -----------------------------------------------------------------------------------------------
 
@@ -73,6 +78,8 @@ class Dispatcher:
         has_updates = bool(self.computation.updates)
         try:
             self.ensure_distributed(session)
+            if self._n_master_values != self._replicator.n_master_values:
+                self._warn_of_master_values()
             self.computation.engine.prepare_call(session)
         except Exception as error:
             if has_updates:  # errors of later stages have such a note too
@@ -169,13 +176,21 @@ class Dispatcher:
 
     def finish_distribution(self, session: Session) -> None:
         """Record that the workers have the computation, and move the master's shared variables to its device."""
-        self.distributed_session = session
+        self.distributed_session, self._replicator = session, Replicator.get_or_create(session)
+        self._n_master_values = 0
         session.replacement_callbacks[self] = Dispatcher._handle_worker_replacement
         self._compiled_variants = set()
         self.computation.reset_if_engine_changed()
         session.rank.add_object(self.key, self.computation, is_weak=True)
         self.computation.move_to_device()
         session.memory.release_when_deleted(self, "object", self.key)
+
+    def _warn_of_master_values(self) -> None:
+        """Warn of values that the user has set since the last call, if the function reads them."""
+        computation, self._n_master_values = self.computation, self._replicator.n_master_values
+        if self._read_and_written is None:
+            self._read_and_written = set(computation.list_read_shareds()), {shared for shared, _ in computation.updates}
+        self._replicator.warn_of_master_values(computation.name, *self._read_and_written)
 
     def _handle_worker_replacement(self) -> None:
         """Schedule the computation again if the workers were replaced by new processes; forks have inherited it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import pickle
 from abc import ABC, abstractmethod
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.casts import NUMBER_KINDS, check_cast, check_dense
+from synkhronos.containers import WeakKeyDict
 from synkhronos.variable_types import CompiledFunction, Mode, SharedVariable, Variable
 
 
@@ -59,6 +61,27 @@ def get_storage(shared: SharedVariable) -> list[Any]:
 def has_other_references(storage: list[Any]) -> bool:
     """Whether the object in a list of one item, such as a container's storage, has other references than the list's."""
     return getrefcount(storage[0]) > 2  # the list's reference, and the argument of getrefcount
+
+
+#: Functions that are called with the object, a shared variable and its old value after the user's ``set_value``.
+set_value_callbacks: WeakKeyDict[Any, Callable[[Any, SharedVariable, Any], None]] = WeakKeyDict()
+
+
+def observe_set_value(shared_class: Any) -> None:
+    """Patch the ``set_value`` of a class of shared variables to call `set_value_callbacks`, if it does not yet."""
+    original = shared_class.set_value
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def set_value(shared: SharedVariable, *args: Any, **kwargs: Any) -> None:
+        old_value = get_storage(shared)[0]
+        original(shared, *args, **kwargs)
+        for owner in set_value_callbacks:
+            if (callback := set_value_callbacks.get(owner)) is not None:
+                callback(owner, shared, old_value)
+
+    shared_class.set_value = set_value
 
 
 def make_key_files_atomic(key_data_class: Any) -> None:

@@ -142,6 +142,11 @@ class CommandRunner(ABC):
             raise RuntimeError(_NESTED_CALL)
         return self._call_lock
 
+    @property
+    def is_in_command(self) -> bool:
+        """Whether the master runs its part of a command."""
+        return self._is_in_command
+
     def begin_call(self) -> None:
         """Prepare the session for a call; the first statement under the lock.
 

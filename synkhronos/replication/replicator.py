@@ -16,14 +16,16 @@ The master holds weak references: a variable that the user has dropped is releas
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import io
 import itertools
 import os
 import pickle
 import sys
+import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -31,9 +33,11 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
+from synkhronos.checks import describe
 from synkhronos.containers import WeakKeyDict
 from synkhronos.devices import find_device
 from synkhronos.graph_libraries import get_library
+from synkhronos.graph_libraries.library import get_storage, observe_set_value, set_value_callbacks
 from synkhronos.ranks import ArrayLocation, Command, Rank, Session
 from synkhronos.ranks.pickle_buffers import measure_buffers, read_buffers, write_buffers
 from synkhronos.replication.random_streams import JumpStreams, jump_shared_to_rank, reserve_streams
@@ -72,6 +76,13 @@ class Replicator:
         #: User modules whose code is pickled by value, because a worker has another version or none.
         self._modules_by_value: set[str] = set()
         session.replacement_callbacks[self] = Replicator._separate_streams
+        #: Number of values that the user has set on the master alone, by the variables' own ``set_value``.
+        self.n_master_values = 0
+        #: The values before, of variables that no collective has used since.
+        self._values_before: WeakKeyDict[Any, Any] = WeakKeyDict()
+        #: Variables whose values the user lets differ between ranks, and those that a warning has named.
+        self._unobserved: WeakKeyDict[Any, bool] = WeakKeyDict()
+        set_value_callbacks[self] = Replicator._record_master_value
 
     @classmethod
     def get_or_create(cls, session: Session) -> Replicator:
@@ -90,6 +101,50 @@ class Replicator:
         offsets = [reserve_streams(session, shared) for shared in generators]
         if generators:
             session.run(JumpStreams(tuple(zip(keys, offsets, strict=True))))
+        self._values_before = WeakKeyDict()  # new workers have the master's values
+
+    # -- values of the master alone ------------------------------------------------------------------------------
+
+    def _record_master_value(self, shared: SharedVariable, old_value: Any) -> None:
+        """Record that the user has set a variable; within a command, all ranks may set theirs."""
+        session = self._session()
+        if session is None or session.close_reason is not None or session.is_inherited or session.is_in_command:
+            return
+        if session.size == 1 or self.get_key(shared) is None or shared in self._unobserved:
+            return
+        library = get_library(shared)
+        if library.is_array(shared) and not library.is_generator(shared):
+            if shared not in self._values_before:
+                self._values_before[shared] = old_value
+            self.n_master_values += 1
+
+    def record_collective(self, shareds: Iterable[SharedVariable], makes_ranks_differ: bool = False) -> None:
+        """Record that the user has used variables in a collective, and so doesn't need a warning of their values."""
+        for shared in shareds:
+            self._values_before.discard(shared)
+            if makes_ranks_differ:
+                self._unobserved[shared] = True
+
+    def warn_of_master_values(self, name: str, read: Container[Any], written: Container[Any]) -> None:
+        """Warn, once for each, of variables that a function reads on all ranks and the user has set on the master."""
+        session = self._session()
+        assert session is not None
+        for shared in self._values_before:
+            if shared not in read and shared not in written:
+                continue
+            old_value = self._values_before.get(shared)
+            self._values_before.discard(shared)
+            if shared not in read or (old_value is not get_storage(shared)[0] and _has_value(shared, old_value)):
+                continue  # replaced on all ranks, or restored
+            if not session.run(CompareReplicas(self.get_key(shared))):
+                self._unobserved[shared] = True
+                warnings.warn(
+                    f"{name} reads {describe(shared)}, which set_value() has changed on rank {session.rank.number} "
+                    "alone: synkhronos.broadcast() sends the value to all ranks; where ranks should differ, use "
+                    "synkhronos.set_value() instead",
+                    RuntimeWarning,
+                    stacklevel=5,
+                )
 
     def get_key(self, shared: SharedVariable) -> tuple[str, int] | None:
         """Return a shared variable's key; None if the workers don't have the variable."""
@@ -115,6 +170,7 @@ class Replicator:
             code = self._send_objects(session, nodes, [*keyed, *objects], offsets)
         for key, shared in keyed:
             self._keys[shared] = key
+            observe_set_value(type(shared))
             session.rank.add_object(key, shared, is_weak=True)
             session.memory.release_when_deleted(shared, "object", key)
         return code
@@ -170,6 +226,28 @@ class Replicator:
             "code has to be sent: call synkhronos.close() and synkhronos.fork() again for workers that have the "
             "present one)"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class CompareReplicas(Command):
+    """Compare all ranks' values of a shared variable, bit by bit."""
+
+    key: Any
+
+    def run(self, rank: Rank) -> bool:
+        """Return whether the values are equal."""
+        value = _to_numpy(get_storage(rank.get_object(self.key))[0])
+        digest = hashlib.blake2b(value.tobytes(), digest_size=16).digest()
+        return rank.compare_digests(rank.compute_digest((value.shape, str(value.dtype), digest)))
+
+
+def _has_value(shared: SharedVariable, value: Any) -> bool:
+    """Whether the array of a shared variable, on any device, is equal to another."""
+    return np.array_equal(_to_numpy(get_storage(shared)[0]), _to_numpy(value), equal_nan=True)
+
+
+def _to_numpy(value: Any) -> np.ndarray:
+    return find_device(value).to_numpy(value)
 
 
 @dataclass(frozen=True, slots=True)
