@@ -40,6 +40,7 @@ from pytensor.tensor.basic import (
     TensorFromScalar,
 )
 from pytensor.tensor.elemwise import CAReduce, DimShuffle, Elemwise
+from pytensor.tensor.extra_ops import Bartlett, Repeat
 from pytensor.tensor.random.op import RandomVariable
 from pytensor.tensor.shape import Reshape, Shape, Shape_i, specify_shape
 from pytensor.tensor.subtensor import (
@@ -287,8 +288,10 @@ def _is_integer_scalar(variable: Variable) -> bool:
 def select_shape_inputs(node: Node) -> Sequence[Any]:
     """Return the inputs of a node whose values determine its outputs' shapes."""
     op = node.op
-    if isinstance(op, ARange | AllocEmpty | Eye):
+    if isinstance(op, ARange | AllocEmpty | Bartlett | Eye):
         return node.inputs
+    if isinstance(op, Repeat):
+        return [count for count in node.inputs[1:] if not isinstance(count, Constant)]
     if isinstance(op, Alloc):
         return node.inputs[1:]
     if isinstance(op, Reshape | RandomVariable):

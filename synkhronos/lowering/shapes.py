@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from pytensor.graph.basic import Apply, Constant
@@ -31,11 +31,13 @@ from pytensor.tensor.basic import (
     Eye,
     Join,
     MakeVector,
+    Nonzero,
     ScalarFromTensor,
     Split,
     TensorFromScalar,
 )
 from pytensor.tensor.elemwise import CAReduce, DimShuffle, Elemwise
+from pytensor.tensor.extra_ops import Bartlett, Repeat, Unique
 from pytensor.tensor.math import ProdWithoutZeros
 from pytensor.tensor.random.op import RandomVariable
 from pytensor.tensor.shape import Reshape
@@ -64,6 +66,8 @@ def register_lowerings() -> None:
     from pytensor.link.jax.dispatch import jax_funcify
 
     jax_funcify.register(ProdWithoutZeros)(_lower_prod_without_zeros)
+    jax_funcify.register(ScalarOp)(_name_missing_function(jax_funcify.dispatch(ScalarOp)))
+    jax_funcify.register(object)(_refuse_op)
     jax_funcify.register(Elemwise)(_widen_integers(jax_funcify.dispatch(Elemwise)))
     for base in (Subtensor, AdvancedSubtensor, IncSubtensor, AdvancedIncSubtensor):
         jax_funcify.register(base)(_allow_traced_bounds(jax_funcify.dispatch(base)))
@@ -84,8 +88,10 @@ def register_lowerings() -> None:
         for op in [registered for registered in jax_funcify.registry if issubclass(registered, base)]:
             jax_funcify.register(op)(_prefer_numpy(jax_funcify.dispatch(op), to_numpy))
     jax_funcify.register(Scan)(_expand_sequences(jax_funcify.dispatch(Scan)))
-    for base in (Alloc, AllocEmpty, Eye, Scan):
+    for base in (Alloc, AllocEmpty, Bartlett, Eye, Repeat, Scan):
         jax_funcify.register(base)(_require_known_shape(jax_funcify.dispatch(base)))
+    for base in (Nonzero, Unique):
+        jax_funcify.register(base)(_refuse_unknown_shape)
     jax_funcify.register(IfElse)(_keep_common_lengths(jax_funcify.dispatch(IfElse)))
     jax_funcify.register(Reshape)(_lower_reshape)
     jax_funcify.register(ARange)(_lower_arange)
@@ -93,6 +99,24 @@ def register_lowerings() -> None:
     jax_funcify.register(FixedLengthSubtensor)(_lower_fixed_length)
     for op in [registered for registered in jax_funcify.registry if issubclass(registered, RandomVariable)]:
         jax_funcify.register(op)(_allow_computed_size(jax_funcify.dispatch(op)))
+
+
+def _refuse_op(op: object, **kwargs: Any) -> NoReturn:
+    """Raise NotImplementedError for an Op that has no lowering."""
+    raise NotImplementedError(f"JAX mode can't compute {op}: use another mode for this function, such as mode='NUMBA'")
+
+
+def _name_missing_function(lowering: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the lowering of scalar Ops, which takes the function of the Op's name in SciPy: JAX has not all of them."""
+
+    def funcify(op: ScalarOp, **kwargs: Any) -> ArrayFunction:
+        try:
+            function: ArrayFunction = lowering(op, **kwargs)
+        except AttributeError:
+            _refuse_op(op)
+        return function
+
+    return funcify
 
 
 def _widen_integers(lowering: Callable[..., Any]) -> Callable[..., Any]:
@@ -237,6 +261,11 @@ def _require_known_shape(lowering: Callable[..., Any]) -> Callable[..., Any]:
     return funcify
 
 
+def _refuse_unknown_shape(op: Op, node: Node = None, **kwargs: Any) -> NoReturn:
+    """Raise NotImplementedError for an Op whose output's shape depends on the values of an array."""
+    raise _make_shape_error(node.outputs[0])
+
+
 def _keep_common_lengths(lowering: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap IfElse's lowering: a length or shape that both branches have is known for any condition."""
 
@@ -318,10 +347,15 @@ def _allow_computed_size(lowering: Callable[..., Any]) -> Callable[..., Any]:
 def _require_known(value: object, variable: Variable) -> None:
     """Raise NotImplementedError if a value that determines a shape is traced."""
     if not _is_known(value):
-        raise NotImplementedError(
-            "XLA compiles for fixed shapes, but this shape depends on the values of arrays: "
-            f"{debugprint(variable, file='str', depth=4).strip()}\n{LENGTH_HINT}"
-        )
+        raise _make_shape_error(variable)
+
+
+def _make_shape_error(variable: Variable) -> NotImplementedError:
+    """Return the error for a shape, or an array of a shape, that is not known when XLA compiles."""
+    return NotImplementedError(
+        "XLA compiles for fixed shapes, but this shape depends on the values of arrays: "
+        f"{debugprint(variable, file='str', depth=4).strip()}\n{LENGTH_HINT}"
+    )
 
 
 # -- slices --------------------------------------------------------------------------------------------------------

@@ -274,12 +274,33 @@ def test_index_of_a_scan_selects_rows(x):
         lambda x: RandomStreams(1).uniform(size=(T.cast(x.sum(), "int64"),)),
         lambda x: x.reshape((T.cast(x[0], "int64"), 2)),
         lambda x: theano.scan(lambda a: a * 2, outputs_info=T.constant(1.0), n_steps=T.cast(x[0], "int64"))[0],
+        lambda x: T.extra_ops.Unique()(x),
+        lambda x: x.nonzero()[0],
+        lambda x: T.nnet.confusion_matrix(T.cast(x, "int64"), T.cast(x, "int64"))[0],
+        lambda x: T.repeat(x, T.cast(x, "int64")),
+        lambda x: T.bartlett(T.cast(x.sum(), "int64")),
     ],
 )
 def test_data_dependent_length_is_refused_in_jax(graph):
     x = T.dvector("x")
     with pytest.raises(NotImplementedError, match=r"XLA compiles for fixed shapes(.|\n)*single integers.*another mode"):
         compile_function([x], graph(x))(np.ones(4))
+
+
+def test_lengths_of_repeats_and_windows_follow_from_inputs():
+    n, x = T.lscalar("n"), T.dmatrix("x")
+    np.testing.assert_allclose(compile_function([n], T.bartlett(n))(5), np.bartlett(5))
+    rows = compile_function([x], T.repeat(x, T.stack([x.shape[1]] * 2), axis=0))
+    np.testing.assert_array_equal(rows(X[:2]), np.repeat(X[:2], X.shape[1], axis=0))
+    counts = np.arange(100) % 3  # more counts than a shape has lengths
+    np.testing.assert_array_equal(compile_function([], T.repeat(T.arange(100), counts))(), np.repeat(range(100), counts))
+
+
+@pytest.mark.parametrize("graph", [T.j0, T.j1, theano.printing.Print("x")])
+def test_ops_that_jax_lacks_are_refused_by_name(graph):
+    x = T.dvector("x")
+    with pytest.raises(NotImplementedError, match=r"JAX mode can't compute (j0|j1|Print.*): use another mode"):
+        compile_function([x], graph(x))
 
 
 def test_eval_and_jax_mode_by_name_select_rows(x):
