@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +56,29 @@ class Function:
     def get_shared(self) -> list[Any]:
         """Return the shared variables that the function reads or updates."""
         return self._computation.list_shareds()
+
+    @property
+    def maker(self) -> Any:
+        """The maker of the graph library's plain function, with its compiled graph, ``maker.fgraph``."""
+        return self._plain_function.maker
+
+    def dprint(self, **kwargs: Any) -> Any:
+        """Print the compiled graph, as the graph library's ``debugprint`` does with these arguments."""
+        return self._computation.library.package.printing.debugprint(self._plain_function, **kwargs)
+
+    @property
+    def _plain_function(self) -> Any:
+        return self._computation.get_or_compile(DEFAULT_VARIANT).function
+
+    if not TYPE_CHECKING:  # mypy would accept any attribute
+
+        def __getattr__(self, name):
+            raise AttributeError(
+                f"synkhronos.Function has no attribute {name!r}, which a function of the graph library may have: "
+                "synkhronos.function() makes another function, and copy.copy() one with the same shared variables",
+                name=name,
+                obj=self,
+            )
 
     # -- copies ----------------------------------------------------------------------------------------------
 
@@ -168,7 +191,7 @@ class Function:
         """
         plain = [np.asarray(arg) if isinstance(arg, Data) else arg for arg in args]
         named = {key: np.asarray(arg) if isinstance(arg, Data) else arg for key, arg in kwargs.items()}
-        result = self._computation.get_or_compile(DEFAULT_VARIANT).function(*plain, **named)
+        result = self._plain_function(*plain, **named)
         if isinstance(result, list | tuple):
             return result[0] if self._is_single_output else list(result)
         return [] if result is None else result if self._is_single_output else [result]

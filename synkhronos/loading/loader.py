@@ -135,6 +135,8 @@ class Loader:
         row = self._read_sample()
         #: Arrays of one row, whose shapes all rows have; without ``vars`` also their dtypes.
         self._sample = [as_numbers(value, f"source: array {i} of a row") for i, value in enumerate(row)]
+        if not self._sample:
+            raise ValueError("source: expected rows of at least one array, got an empty tuple")
         self._pool: _LoaderPool | None = None
         #: Plan and number of the unit with which the pool continues; a new tuple after each batch.
         self._position: tuple[ReadPlan, int] | None = None

@@ -293,7 +293,9 @@ def test_lengths_of_repeats_and_windows_follow_from_inputs():
     rows = compile_function([x], T.repeat(x, T.stack([x.shape[1]] * 2), axis=0))
     np.testing.assert_array_equal(rows(X[:2]), np.repeat(X[:2], X.shape[1], axis=0))
     counts = np.arange(100) % 3  # more counts than a shape has lengths
-    np.testing.assert_array_equal(compile_function([], T.repeat(T.arange(100), counts))(), np.repeat(range(100), counts))
+    np.testing.assert_array_equal(
+        compile_function([], T.repeat(T.arange(100), counts))(), np.repeat(range(100), counts)
+    )
 
 
 @pytest.mark.parametrize("graph", [T.j0, T.j1, theano.printing.Print("x")])

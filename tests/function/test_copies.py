@@ -47,6 +47,16 @@ def test_function_copy_shares_variables(two_ranks_per_test):
     assert synk.gather(w).tolist() == [6, 6]
 
 
+def test_attributes_of_plain_functions(two_ranks_per_test, capsys):
+    f, w = make_function()
+    assert any(variable.name == w.name for variable in f.maker.fgraph.variables)
+    f.dprint(print_type=True)
+    assert "Sum" in capsys.readouterr().out
+    assert not hasattr(f, "copy")
+    with raises(AttributeError, "copy"):
+        f.copy(swap={w: shared(np.array(2.0))})
+
+
 @pytest.mark.parametrize("duplicate", [copy_deeply, copy_by_pickle])
 @pytest.mark.parametrize("called", [True, False])
 def test_deep_copy_copies_shared_variables(duplicate, called, two_ranks_per_test):

@@ -204,6 +204,8 @@ CALLS = {
     "mean of other pictures": (LoadError, "mean", lambda: make_loader(augment=CropMirror(mean=[1, 2, 3]))),
     "trainer: two loaders": (TypeError, "y_data", lambda: train_a_step(make_loader(), make_loader())),
     "trainer: a loader of targets": (TypeError, "y_data", lambda: train_a_step(np.ones((10, 2, 6, 6)), make_loader())),
+    "source: empty tuples": (ValueError, "source", lambda: Loader(lambda: iter([(), ()]))),
+    "augment: an empty tuple": (ValueError, "source", lambda: Loader([np.ones(3)], augment=lambda row, random: ())),
     "trainer: an iterable": (TypeError, "", lambda: train_a_step(Loader(Unsized(9)), None)),
 }
 
