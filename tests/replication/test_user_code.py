@@ -185,7 +185,7 @@ def test_digest_distinguishes_code(write):
     name = write()
     module = importlib.import_module(name)
     code = UserCode()
-    code.add(module.Scale, by_name=True)
+    code.add(module.Scale, is_by_name=True)
     code.update_digests()
     assert not code.update_if_changed()
     assert find_outdated_modules(code.list_digests()) == ()
