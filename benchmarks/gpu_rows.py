@@ -50,10 +50,10 @@ class CopyRows(Command):
         target = rank.objects.get("benchmark")
         if target is None or target.size != self.nbytes:
             target = rank.objects["benchmark"] = device.empty((self.nbytes,), np.dtype(np.uint8))
-        source = staging.pin_segment(rank, self.location.key) + rank.number * self.nbytes
+        source = staging.pin_segment(rank, self.location.segment_key) + rank.number * self.nbytes
         staging.set_current_gpu()
         check_result(
-            staging.driver.cuMemcpyAsync(device.get_pointer(target), source, self.nbytes, staging.copy_stream_handle)
+            staging.driver.cuMemcpyAsync(device.get_address(target), source, self.nbytes, staging.copy_stream_handle)
         )
         staging.copy_stream.sync()
 

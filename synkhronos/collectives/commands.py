@@ -186,12 +186,12 @@ class VariableReplica:
 class Broadcast(Command):
     """Copy the master's values to every rank."""
 
-    keys: tuple[Any, ...]
+    variable_keys: tuple[Any, ...]
     uses_device_communicator: bool
 
     def run(self, rank: Rank) -> None:
         """Send or receive each variable's value."""
-        for replica in prepare_replicas(rank, self.keys, self.uses_device_communicator):
+        for replica in prepare_replicas(rank, self.variable_keys, self.uses_device_communicator):
             if rank.is_master:
                 replica.communicator.broadcast(replica.get_contiguous(), rank.master_rank)
                 continue
@@ -211,7 +211,7 @@ class Scatter(Command):
     ``rows`` has for each rank its rows of each value, or None for a variable that is not changed.
     """
 
-    keys: tuple[Any, ...]
+    variable_keys: tuple[Any, ...]
     values: tuple[ArrayLocation, ...]
     rows: tuple[tuple[range | ArrayLocation | None, ...], ...]
 
@@ -224,7 +224,7 @@ class Scatter(Command):
 
     def run(self, rank: Rank) -> None:
         """Copy this rank's rows into the variables' containers."""
-        for key, value, rows in zip(self.keys, self.values, self.rows[rank.number], strict=True):
+        for key, value, rows in zip(self.variable_keys, self.values, self.rows[rank.number], strict=True):
             if rows is None:
                 continue
             selection = None
@@ -241,14 +241,14 @@ class Scatter(Command):
 class Gather(Command):
     """Gather every rank's values in the master."""
 
-    keys: tuple[Any, ...]
+    variable_keys: tuple[Any, ...]
     nd_up: int
     uses_device_communicator: bool
 
     def run(self, rank: Rank) -> Any:
         """Return a list with the gathered values of each variable in the master, a list of None in workers."""
         results = []
-        for replica in prepare_replicas(rank, self.keys, self.uses_device_communicator):
+        for replica in prepare_replicas(rank, self.variable_keys, self.uses_device_communicator):
             result = out = None
             if rank.is_master:
                 result, out = _allocate_gathered(replica.transport_device, replica.layouts, self.nd_up)
@@ -261,12 +261,12 @@ class Gather(Command):
 class AllGather(Command):
     """Set each variable on every rank to all ranks' values, concatenated along axis 0."""
 
-    keys: tuple[Any, ...]
+    variable_keys: tuple[Any, ...]
     uses_device_communicator: bool
 
     def run(self, rank: Rank) -> None:
         """Check that all variables can be concatenated, then gather them."""
-        replicas = prepare_replicas(rank, self.keys, self.uses_device_communicator)
+        replicas = prepare_replicas(rank, self.variable_keys, self.uses_device_communicator)
         for replica in replicas:
             if not _can_concatenate(replica.layouts):
                 shapes = replica.format_shapes()
@@ -285,13 +285,13 @@ class AllGather(Command):
 class ReduceScatter(Command):
     """Set each rank's replicas of variables to the rank's rows of the reduction over all ranks."""
 
-    keys: tuple[Any, ...]
+    variable_keys: tuple[Any, ...]
     op: str
     uses_device_communicator: bool
 
     def run(self, rank: Rank) -> None:
         """Check that all variables have equal shapes that can be divided, then reduce."""
-        replicas = prepare_replicas(rank, self.keys, self.uses_device_communicator, self.op)
+        replicas = prepare_replicas(rank, self.variable_keys, self.uses_device_communicator, self.op)
         shares = []
         for replica in replicas:
             replica.check_equal_shapes("reduce_scatter")
@@ -314,7 +314,7 @@ class ReduceScatter(Command):
 class Reduce(Command):
     """Reduce every rank's values into the master's variables, or return the reductions in the master."""
 
-    keys: tuple[Any, ...]
+    variable_keys: tuple[Any, ...]
     op: str
     in_place: bool
     uses_device_communicator: bool
@@ -323,7 +323,7 @@ class Reduce(Command):
         """Check that shapes are equal, then reduce; return the results in the master."""
         if rank.size == 1 and self.in_place:
             return []  # a reduction over one rank is that rank's value
-        replicas = prepare_replicas(rank, self.keys, self.uses_device_communicator, self.op)
+        replicas = prepare_replicas(rank, self.variable_keys, self.uses_device_communicator, self.op)
         for replica in replicas:
             replica.check_equal_shapes("reduce")
         in_place, results = self.in_place and rank.is_master, []
@@ -343,7 +343,7 @@ class Reduce(Command):
 class AllReduceValues(Command):
     """Reduce every rank's values into every rank's variables."""
 
-    keys: tuple[Any, ...]
+    variable_keys: tuple[Any, ...]
     op: str
     uses_device_communicator: bool
 
@@ -360,10 +360,12 @@ class AllReduceValues(Command):
             if rank.compare_digests(last.digest):
                 return last
             has_compared_digests = True
-        replicas = prepare_replicas(rank, self.keys, self.uses_device_communicator, self.op, has_compared_digests)
+        replicas = prepare_replicas(
+            rank, self.variable_keys, self.uses_device_communicator, self.op, has_compared_digests
+        )
         for replica in replicas:
             replica.check_equal_shapes("all_reduce")
-        plan = plans[self] = AllReducePlan.from_replicas(rank, self.keys, replicas)
+        plan = plans[self] = AllReducePlan.from_replicas(rank, self.variable_keys, replicas)
         return plan
 
 
@@ -447,13 +449,13 @@ class _AllReducePlans(BoundedCache[AllReduceValues, AllReducePlan]):
 class GetValue(Command):
     """Send one rank's values to the master."""
 
-    keys: tuple[Any, ...]
+    variable_keys: tuple[Any, ...]
     source_rank: int
 
     def run(self, rank: Rank) -> Any:
         """Return the value of each variable on ``source_rank`` in the master, an empty list in workers."""
         results = []
-        for replica in prepare_replicas(rank, self.keys):
+        for replica in prepare_replicas(rank, self.variable_keys):
             layouts: list[ArrayLayout | None] = [None] * rank.size
             layouts[self.source_rank] = replica.layouts[self.source_rank]
             own = replica.device.as_bytes(replica.value) if rank.number == self.source_rank else None
@@ -469,22 +471,22 @@ class GetValue(Command):
 class GetLayouts(Command):
     """All-gather the layouts of every rank's values."""
 
-    keys: tuple[Any, ...]
+    variable_keys: tuple[Any, ...]
 
     def run(self, rank: Rank) -> Any:
         """Return each rank's layout of each variable, by variable."""
-        return [replica.layouts for replica in prepare_replicas(rank, self.keys)]
+        return [replica.layouts for replica in prepare_replicas(rank, self.variable_keys)]
 
 
 @dataclass(frozen=True, slots=True)
 class GetGenerators(Command):
     """All-gather the states of every rank's random generators."""
 
-    keys: tuple[Any, ...]
+    variable_keys: tuple[Any, ...]
 
     def run(self, rank: Rank) -> Any:
         """Return the state of each variable on each rank, by rank."""
-        shared_vars = [rank.get_object(key) for key in self.keys]
+        shared_vars = [rank.get_object(key) for key in self.variable_keys]
         return rank.all_gather([get_library(shared).copy_generator(shared) for shared in shared_vars])
 
 
@@ -496,13 +498,13 @@ class SetGenerators(Command):
     generator may have drawn numbers since.
     """
 
-    keys: tuple[Any, ...]
+    variable_keys: tuple[Any, ...]
     states: list[Any]
     only_rank: int | None = None
 
     def run(self, rank: Rank) -> None:
         """Set this rank's generators."""
-        for key, state in zip(self.keys, self.states, strict=True):
+        for key, state in zip(self.variable_keys, self.states, strict=True):
             shared = rank.get_object(key)
             library = get_library(shared)
             if self.only_rank is None:

@@ -282,8 +282,7 @@ def _load_shares(session: Session, load: Any, shares: Sequence[range]) -> tuple[
 class _LoadRows(Command):
     """Load each rank's rows into a segment that the ranks of its host share."""
 
-    #: Key of the segment.
-    key: int
+    segment_key: int
     #: Rows of each rank.
     shares: tuple[range, ...]
 
@@ -303,7 +302,7 @@ class _LoadRows(Command):
             pid, descriptor = rank.all_gather(own_file)[local_ranks.start]
             if rank.number != local_ranks.start:
                 file = files.enter_context(io.FileIO(f"/proc/{pid}/fd/{descriptor}", "r+"))
-            segment = Segment(self.key, file.fileno(), nbytes, allocated_bytes=allocated)
+            segment = Segment(self.segment_key, file.fileno(), nbytes, allocated_bytes=allocated)
             rank.segments.add(segment)
             if rows is not None:
                 segment.view_array((length, *shape), dtype)[share.start : share.stop] = rows
@@ -312,7 +311,7 @@ class _LoadRows(Command):
 
     def _call_load(self, rank: Rank, start: int, stop: int) -> np.ndarray:
         try:
-            rows = as_numbers(rank.get_object(("load", self.key))(start, stop), "load")
+            rows = as_numbers(rank.get_object(("load", self.segment_key))(start, stop), "load")
             if not rows.ndim or len(rows) != stop - start:
                 raise ValueError(f"expected {stop - start:,} rows, got an array of shape {rows.shape}")
         except Exception as error:

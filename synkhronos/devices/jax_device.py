@@ -150,7 +150,7 @@ class JaxDevice(CudaDevice):
         # Much faster than the call of jax.numpy.zeros, most of which is Python.
         return self._import_jax().jit(self._jax_numpy.zeros, static_argnums=(0, 1))
 
-    def get_pointer(self, array: Array) -> int:
+    def get_address(self, array: Array) -> int:
         """Return an array's address on the GPU."""
         return int(array.unsafe_buffer_pointer())
 

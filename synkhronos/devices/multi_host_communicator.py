@@ -55,7 +55,7 @@ class MultiHostCommunicator(SharedMemoryCommunicator):
         super().__init__(rank)
         link_memory, self._local_ranks = LinkMemory(rank.control), rank.local_ranks
         self._n_next_hosts = link_memory.n_next_hosts
-        self._up_out, self._up_in, self._down_out, self._down_in, self._local = (
+        self._up_out, self._up_in, self._down_out, self._down_in, self._local_stream = (
             PipeEnd(rank, link_memory, pipe) for pipe in (UP_OUT, UP_IN, DOWN_OUT, DOWN_IN, LOCAL_STREAM)
         )
         self._is_first, self._is_last = self._local_ranks.start == 0, self._local_ranks.stop == rank.size
@@ -106,7 +106,7 @@ class MultiHostCommunicator(SharedMemoryCommunicator):
         from_below, from_above = root < local_ranks.start, root >= local_ranks.stop
         if (from_below and receivers.stop <= local_ranks.start) or (from_above and receivers.start >= local_ranks.stop):
             return  # this host is not between the root and the receivers
-        source_pipe = self._up_in if from_below else self._down_in if from_above else self._local
+        source_pipe = self._up_in if from_below else self._down_in if from_above else self._local_stream
         target_pipes = []
         if not self._is_last and not from_above and receivers.stop > local_ranks.stop:
             target_pipes.append(self._up_out)
@@ -114,12 +114,12 @@ class MultiHostCommunicator(SharedMemoryCommunicator):
             target_pipes.append(self._down_out)
         for offset in range(0, nbytes, FRAME_NBYTES):
             frame_nbytes = min(FRAME_NBYTES, nbytes - offset)
-            if source_pipe is self._local:
+            if source_pipe is self._local_stream:
                 content = self._switch_scratch_halves()[root - local_ranks.start][:frame_nbytes]
                 if number == root and source is not None:
                     copy_bytes(source, offset, content)
-                self._local.advance()
-                self._local.wait_all_processed()
+                self._local_stream.advance()
+                self._local_stream.wait_all_processed()
             else:
                 content = source_pipe.wait_for_received_frame()[:frame_nbytes]
             for pipe in target_pipes:
@@ -129,7 +129,7 @@ class MultiHostCommunicator(SharedMemoryCommunicator):
                 pipe.advance(frame_nbytes)
             if target is not None and number != root:
                 target[offset : offset + frame_nbytes] = content
-            if source_pipe is not self._local:
+            if source_pipe is not self._local_stream:
                 source_pipe.advance()
 
     def _reduce(
@@ -155,8 +155,8 @@ class MultiHostCommunicator(SharedMemoryCommunicator):
                 own_chunk = source[offset : offset + count]
                 halves[local_index][:low] = own_chunk[:low]
                 halves[local_index][high:] = own_chunk[high:]
-            self._local.advance()
-            self._local.wait_all_processed()
+            self._local_stream.advance()
+            self._local_stream.wait_all_processed()
             inputs = [
                 source[offset + low : offset + high]
                 if r == rank.number and source is not None

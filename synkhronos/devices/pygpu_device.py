@@ -107,7 +107,7 @@ class PygpuDevice(CudaDevice):
 
         return pygpu.empty(shape, dtype, context=self._context)
 
-    def get_pointer(self, array: Array) -> int:
+    def get_address(self, array: Array) -> int:
         """Return an array's address on the GPU."""
         return int(array.gpudata)
 

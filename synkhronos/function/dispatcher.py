@@ -36,7 +36,7 @@ class Dispatcher:
     def __init__(self, computation: Computation):
         self.computation = computation
         #: Key of the computation among the ranks' objects.
-        self.key = ("function", next(_key_numbers))
+        self.computation_key = ("function", next(_key_numbers))
         #: Session to whose workers the computation was sent; None before.
         self.distributed_session: Session | None = None
         self.input_writer = CallInputWriter(computation)
@@ -86,7 +86,9 @@ class Dispatcher:
                 error.add_note("The function's updates were applied on no rank.")
             raise
         needs_compile = variant not in self._compiled_variants
-        return Call(self.key, variant, needs_compile, call_inputs, n_rows, call_batch_s, num_slices, has_updates)
+        return Call(
+            self.computation_key, variant, needs_compile, call_inputs, n_rows, call_batch_s, num_slices, has_updates
+        )
 
     def finish_call(self, session: Session, call: Call, command_result: Any) -> list[Any]:
         """Record that all ranks have compiled the call's variant, and convert its outputs.
@@ -181,9 +183,9 @@ class Dispatcher:
         session.replacement_callbacks[self] = Dispatcher._handle_worker_replacement
         self._compiled_variants = set()
         self.computation.reset_if_engine_changed()
-        session.rank.add_object(self.key, self.computation, is_weak=True)
+        session.rank.add_object(self.computation_key, self.computation, is_weak=True)
         self.computation.move_to_device()
-        session.memory.release_when_deleted(self, "object", self.key)
+        session.memory.release_when_deleted(self, "object", self.computation_key)
 
     def _warn_of_master_values(self) -> None:
         """Warn of values that the user has set since the last call, if the function reads them."""
@@ -217,7 +219,7 @@ def distribute_scheduled(session: Session) -> None:
 def _distribute(session: Session, dispatchers: Sequence[Dispatcher]) -> None:
     """Send computations to workers that don't have them, in one message for each graph library."""
     dispatchers = [dispatcher for dispatcher in dispatchers if dispatcher.distributed_session is not session]
-    dispatchers.sort(key=lambda dispatcher: dispatcher.key)
+    dispatchers.sort(key=lambda dispatcher: dispatcher.computation_key)
     by_library: dict[str, list[Dispatcher]] = {}
     for dispatcher in dispatchers:
         by_library.setdefault(dispatcher.computation.library.name, []).append(dispatcher)
@@ -225,7 +227,7 @@ def _distribute(session: Session, dispatchers: Sequence[Dispatcher]) -> None:
         computations = [dispatcher.computation for dispatcher in group]
         variables = [variable for computation in computations for variable in computation.list_variables()]
         try:
-            objects = [(dispatcher.key, dispatcher.computation) for dispatcher in group]
+            objects = [(dispatcher.computation_key, dispatcher.computation) for dispatcher in group]
             code = Replicator.get_or_create(session).send(objects, variables)
         except TypeError as error:
             # Pickle's error does not name the cause, which may be a keyword argument.

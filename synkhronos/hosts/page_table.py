@@ -96,8 +96,8 @@ def find_pages(accesses: Iterable[RowAccess], memory: dict[int, np.ndarray]) -> 
             pages = _find_page_range(array.offset, array.offset + math.prod(array.shape) * itemsize)
         elif isinstance(rows, ArrayLocation):
             start, stop = rows.offset, rows.offset + 8 * rows.shape[0]
-            pages_by_segment.setdefault(rows.key, []).append(_find_page_range(start, stop))
-            index = memory[rows.key].reshape(-1)[start:stop].view(np.int64) - first_row
+            pages_by_segment.setdefault(rows.segment_key, []).append(_find_page_range(start, stop))
+            index = memory[rows.segment_key].reshape(-1)[start:stop].view(np.int64) - first_row
             pages = _find_row_pages(array.offset, row_nbytes, index)
         elif rows and abs(rows.step) == 1:
             low, high = sorted((rows[0] - first_row, rows[-1] - first_row))  # min() would iterate over the range
@@ -105,7 +105,7 @@ def find_pages(accesses: Iterable[RowAccess], memory: dict[int, np.ndarray]) -> 
         else:
             index = np.arange(rows.start, rows.stop, rows.step) - first_row
             pages = _find_row_pages(array.offset, row_nbytes, index)
-        pages_by_segment.setdefault(array.key, []).append(pages)
+        pages_by_segment.setdefault(array.segment_key, []).append(pages)
     # A segment that is not in ``memory`` is a user's file, which every host has.
     return {key: np.unique(np.concatenate(pages)) for key, pages in pages_by_segment.items() if key in memory}
 

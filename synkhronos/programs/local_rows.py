@@ -129,11 +129,11 @@ class LocalRows:
 @find_byte_range.register
 def _(rows: LocalRows) -> ByteRange:
     selected, location = rows._selection, rows._location
-    if rows._rank.segments[location.key].is_user_file:
+    if rows._rank.segments[location.segment_key].is_user_file:
         raise ValueError("rows: expected rows in memory that ranks write, got rows of a file")
     if selected is None:
-        return location.key, location.offset, rows._array.nbytes
+        return location.segment_key, location.offset, rows._array.nbytes
     if not isinstance(selected, range) or selected.step != 1:
         raise ValueError("rows: expected contiguous rows, such as rows[3:5]")
     row_nbytes = rows._array[0].nbytes if len(rows._array) else 0
-    return location.key, location.offset + selected.start * row_nbytes, len(selected) * row_nbytes
+    return location.segment_key, location.offset + selected.start * row_nbytes, len(selected) * row_nbytes

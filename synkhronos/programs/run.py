@@ -173,9 +173,9 @@ class _ProgramPickler(pickle.Pickler):
         if isinstance(value, Function):
             dispatcher = get_dispatcher(value)
             dispatcher.ensure_distributed(self.session)
-            if dispatcher.key not in self.functions:
-                self.functions.append(dispatcher.key)
-            return "function", dispatcher.key
+            if dispatcher.computation_key not in self.functions:
+                self.functions.append(dispatcher.computation_key)
+            return "function", dispatcher.computation_key
         if isinstance(value, Data):
             check_session(value, self.session, "an argument")
             location = get_array_location(value)

@@ -65,14 +65,14 @@ class BarrierTally:
 
     ``barrier_numbers`` has the number of the last barrier that each host has reported.  ``undecided`` has for each host
     the numbers of the failed commands that are not decided, and of the last barrier that it had reported before each.
-    ``last_failed`` is the last failed command that this host has reported.
+    ``last_failed_command`` is the last failed command that this host has reported.
     """
 
     def __init__(self, n_hosts: int, host: int):
         self._host = host
         self.barrier_numbers = [0] * n_hosts
         self.undecided: list[deque[tuple[int, int]]] = [deque() for _ in range(n_hosts)]
-        self.last_failed = 0
+        self.last_failed_command = 0
 
     def record_own_state(self, failed_command: int, barrier_number: int) -> tuple[bool, bool]:
         """Record the state of this host; return whether to send BARRIER, and whether to send FAILED after it.
@@ -81,13 +81,14 @@ class BarrierTally:
         is that of the last barrier that all ranks of this host have reached.
         """
         sends_barrier = (
-            barrier_number > self.barrier_numbers[self._host] and barrier_number >> BARRIER_BITS > self.last_failed
+            barrier_number > self.barrier_numbers[self._host]
+            and barrier_number >> BARRIER_BITS > self.last_failed_command
         )
         if sends_barrier:
             self.barrier_numbers[self._host] = barrier_number
-        sends_failed = failed_command > self.last_failed
+        sends_failed = failed_command > self.last_failed_command
         if sends_failed:
-            self.last_failed = failed_command
+            self.last_failed_command = failed_command
             self.receive_failed(self._host, failed_command)
         return sends_barrier, sends_failed
 

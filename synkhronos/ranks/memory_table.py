@@ -64,7 +64,7 @@ class MemoryTable:
         self.last_key = self.last_sent_key = 0
         self._rank, self.segments = rank, rank.segments
         self._channels = channels
-        self._run = run
+        self._run_command = run
         self._is_freed = False
         self._unsent_segments: list[tuple[Segment, io.FileIO, set[int]]] = []
         self._unsent_releases: list[tuple[EntryKind, Any]] = []
@@ -176,7 +176,7 @@ class MemoryTable:
     def synchronize(self) -> None:
         """Send new segments to the workers, and make them drop released segments and objects, by a command."""
         release = Release(self._unsent_releases[:])
-        self._run(release)
+        self._run_command(release)
         # Only after the command, which an interrupt may have prevented.
         del self._unsent_releases[: len(release.released)]
 

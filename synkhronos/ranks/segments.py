@@ -157,14 +157,14 @@ class UnmappedSegment(NamedTuple):
 class ArrayLocation(NamedTuple):  # a tuple, because it is pickled with every call
     """Location of an array, from a byte offset of a segment; commands contain it in place of the array."""
 
-    key: int
+    segment_key: int
     dtype: str
     shape: tuple[int, ...]
     offset: int = 0
 
     def view(self, segments: SegmentTable) -> np.ndarray:
         """Return the array, as a view of the segment that this rank has mapped."""
-        return segments[self.key].view_array(self.shape, self.dtype, self.offset)
+        return segments[self.segment_key].view_array(self.shape, self.dtype, self.offset)
 
     def find_local_rows(self, size: int, host_ranks: range) -> range | None:
         """Return the rows that only the host of these ranks has; None if the master's host has all rows."""
@@ -172,7 +172,9 @@ class ArrayLocation(NamedTuple):  # a tuple, because it is pickled with every ca
 
     def slice_items(self, start: int, stop: int) -> ArrayLocation:
         """Return the location of the items ``start:stop`` of a vector."""
-        return ArrayLocation(self.key, self.dtype, (stop - start,), self.offset + start * np.dtype(self.dtype).itemsize)
+        return ArrayLocation(
+            self.segment_key, self.dtype, (stop - start,), self.offset + start * np.dtype(self.dtype).itemsize
+        )
 
 
 class SegmentTable:

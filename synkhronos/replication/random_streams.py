@@ -24,11 +24,11 @@ _max_jumps: WeakKeyDict[Any, int] = WeakKeyDict()
 class JumpStreams(Command):
     """Make the random generators of each worker jump to the rank's own streams."""
 
-    offsets: tuple[tuple[Any, int], ...]
+    keys_and_offsets: tuple[tuple[Any, int], ...]
 
     def run(self, rank: Rank) -> None:
         """Jump on this rank.  The master's streams don't change."""
-        for key, offset in self.offsets:
+        for key, offset in self.keys_and_offsets:
             jump_shared_to_rank(rank.get_object(key), rank, offset)
 
 

@@ -190,7 +190,7 @@ class Replicator:
                     session.memory.release("object", key)
                 raise
             finally:
-                session.memory.release("segment", pickled.key)
+                session.memory.release("segment", pickled.segment_key)
             self._modules_by_value |= outdated
         return code
 
@@ -258,7 +258,7 @@ class ReceiveObjects(Command):
     streams.  The other fields are the master's; users raise the recursion limit to compile deep graphs.
     """
 
-    pickled: ArrayLocation
+    location: ArrayLocation
     recursion_limit: int
     sys_path: tuple[str, ...]
     digests: tuple[tuple[QualifiedName, bytes], ...]
@@ -280,7 +280,7 @@ class ReceiveObjects(Command):
                 return outdated_anywhere
         if rank.is_master:
             return set()
-        stream, *arrays = read_buffers(self.pickled.view(rank.segments).data)
+        stream, *arrays = read_buffers(self.location.view(rank.segments).data)
         # Copies, in this process's own memory: the segment is released.
         unpickler = _Unpickler(io.BytesIO(stream), buffers=[np.array(array) for array in arrays])
         unpickler.rank = rank

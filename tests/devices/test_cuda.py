@@ -164,7 +164,7 @@ class Gpu:
         if self.is_dead:
             raise synk.WorkerError("a peer has died", 1)
 
-    def get_pointer(self, array):
+    def get_address(self, array):
         return array.ctypes.data
 
     def all_reduce(self, source, target, count, dtype, op, handle, stream):
@@ -673,7 +673,7 @@ def staging(monkeypatch):
 def test_pages_are_unlocked_before_they_are_unmapped(staging, two_ranks_per_test):
     rank = ranks.get_session().rank
     arrays = [synk.data(np.ones(n)) for n in (10, 5000, 3)]
-    keys = [get_array_location(array).key for array in arrays]
+    keys = [get_array_location(array).segment_key for array in arrays]
     for key in keys:
         assert staging.pin_segment(rank, key) == staging.pin_segment(rank, key)
     assert len(staging.driver.locked) == len(rank.segments.before_unmap_callbacks) + 2 == 3
@@ -737,5 +737,5 @@ def test_unlockable_segment_is_forgotten(staging, monkeypatch, two_ranks_per_tes
 
     monkeypatch.setattr(staging, "pin_pages", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        staging.pin_segment(rank, get_array_location(array).key)
+        staging.pin_segment(rank, get_array_location(array).segment_key)
     assert not staging.driver.locked and not staging._pinned_segments

@@ -219,7 +219,7 @@ def test_numba_cache_is_filled_by_one_rank(monkeypatch):
         assert_close(f(X), (X * new).sum())
         assert_close(synk.gather(w), [w.get_value()] * 3)
         session = ranks.get_session()
-        keys = [get_dispatcher(function).key for function in (train.gradient, train.update, f)]
+        keys = [get_dispatcher(function).computation_key for function in (train.gradient, train.update, f)]
         with session.call_lock:
             session.begin_call()
             shown = session.run(Compiled(keys))

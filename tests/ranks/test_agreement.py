@@ -126,7 +126,9 @@ class World:
                 (g._pending_command_number, g._started_barrier_number, g.active_connection.generation)
                 for g in self.watchdogs
             ),
-            tuple((tuple(t.barrier_numbers), tuple(map(tuple, t.undecided)), t.last_failed) for t in self.tallies),
+            tuple(
+                (tuple(t.barrier_numbers), tuple(map(tuple, t.undecided)), t.last_failed_command) for t in self.tallies
+            ),
             tuple(self.pcs),
             tuple(self.inits),
             tuple(self.started),
@@ -149,7 +151,7 @@ class World:
                 watchdog._started_barrier_number,
                 watchdog.active_connection.generation,
             ) = watchdog_state
-        for tally, (barrier_numbers, failures, tally.last_failed) in zip(self.tallies, tallies, strict=True):
+        for tally, (barrier_numbers, failures, tally.last_failed_command) in zip(self.tallies, tallies, strict=True):
             tally.barrier_numbers, tally.undecided = list(barrier_numbers), [deque(queue) for queue in failures]
         self.pcs, self.inits, self.started = list(pcs), list(inits), list(started)
         self.passed, self.seen = list(passed), list(seen)
@@ -327,8 +329,8 @@ class World:
 
     def is_unchanged(self, h, failed, barrier_number):
         tally = self.tallies[h]
-        return failed <= tally.last_failed and (
-            barrier_number <= tally.barrier_numbers[h] or barrier_number >> BARRIER_BITS <= tally.last_failed
+        return failed <= tally.last_failed_command and (
+            barrier_number <= tally.barrier_numbers[h] or barrier_number >> BARRIER_BITS <= tally.last_failed_command
         )
 
     def deliver(self, pair):

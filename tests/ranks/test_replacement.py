@@ -130,7 +130,7 @@ def test_compiled_functions_are_inherited(session):
     with session.keep_memory():
         kill_and_expect_error(session, lambda: f(data))
         session.replace_workers()
-        assert session.run(CountCompiled(get_dispatcher(f).key)) == [1, 1, 1]
+        assert session.run(CountCompiled(get_dispatcher(f).computation_key)) == [1, 1, 1]
 
 
 class CountCompiled(ranks.Command):

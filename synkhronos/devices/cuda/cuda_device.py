@@ -88,7 +88,7 @@ class CudaDevice(Device):
         """Handle of the stream on which the library computes; None if it is unknown."""
 
     @abstractmethod
-    def get_pointer(self, array: Array) -> int:
+    def get_address(self, array: Array) -> int:
         """Return an array's address on the GPU."""
 
     # -- collectives -----------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ class CudaDevice(Device):
     def slice_items(self, array: Array, start: int, shape: tuple[int, ...]) -> ItemRange:
         """Return consecutive items of an array, from flat index ``start``, for `Communicator.gather`."""
         itemsize = array.dtype.itemsize
-        return ItemRange(array, self.get_pointer(array) + start * itemsize, math.prod(shape) * itemsize)
+        return ItemRange(array, self.get_address(array) + start * itemsize, math.prod(shape) * itemsize)
 
     # -- inputs ----------------------------------------------------------------------------------------------
 

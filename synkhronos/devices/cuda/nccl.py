@@ -106,11 +106,11 @@ class NcclCommunicator(Communicator):
 
     def all_reduce(self, array: Array, op: str) -> None:
         """Enqueue an all-reduce of every rank's array, in place."""
-        address, count, dtype = self._prepare_buffer(array)
-        if not count:
+        address, n_items, dtype = self._prepare_buffer(array)
+        if not n_items:
             return
         self._staging.set_current_gpu()
-        nbytes = count * array.dtype.itemsize
+        nbytes = n_items * array.dtype.itemsize
         if nbytes > _QUICK_NBYTES or not (self._enqueued_nbytes or self._watchdog.is_stream_idle()):
             self._enqueued_nbytes = math.inf
         self._enqueued_nbytes += nbytes
@@ -118,7 +118,7 @@ class NcclCommunicator(Communicator):
         self._watchdog.mark_started(self._connection)
         with self._nccl_lock:
             handle = self._connection.get_handle()
-            self._nccl.all_reduce(address, address, count, dtype, NCCL_OPS[op], handle, self._stream)
+            self._nccl.all_reduce(address, address, n_items, dtype, NCCL_OPS[op], handle, self._stream)
         if self._array_device.stream is None:
             self._wait_until_idle()
 
@@ -143,10 +143,10 @@ class NcclCommunicator(Communicator):
 
     def broadcast(self, array: Array, root: int) -> None:
         """Copy the root's array into every other rank's, in place."""
-        address, count, dtype = self._prepare_buffer(array)
-        if count:
+        address, n_items, dtype = self._prepare_buffer(array)
+        if n_items:
             self._run_blocking(
-                lambda handle: self._nccl.broadcast(address, address, count, dtype, root, handle, self._stream)
+                lambda handle: self._nccl.broadcast(address, address, n_items, dtype, root, handle, self._stream)
             )
 
     def reduce(
@@ -154,20 +154,20 @@ class NcclCommunicator(Communicator):
     ) -> None:
         """Write the reduction of all ranks' arrays into the root's ``out``; the contributors are all ranks."""
         assert len(contributors) == self._rank.size
-        address, count, dtype = self._prepare_buffer(array)
-        if count:
+        address, n_items, dtype = self._prepare_buffer(array)
+        if n_items:
             target = address if out is None else self._prepare_buffer(out)[0]
             self._run_blocking(
                 lambda handle: self._nccl.reduce(
-                    address, target, count, dtype, NCCL_OPS[op], root, handle, self._stream
+                    address, target, n_items, dtype, NCCL_OPS[op], root, handle, self._stream
                 )
             )
 
     def reduce_scatter(self, array: Array, op: str, bounds: Sequence[int], out: Array) -> None:
         """Write this rank's items of the reduction over all ranks into ``out``."""
-        address, count, dtype = self._prepare_buffer(array)
+        address, n_items, dtype = self._prepare_buffer(array)
         nccl_op, itemsize = NCCL_OPS[op], array.dtype.itemsize
-        target = self._array_device.get_pointer(out) if out.size else 0
+        target = self._array_device.get_address(out) if out.size else 0
         counts = [stop - start for start, stop in pairwise(bounds)]
 
         def enqueue(handle: Any) -> None:
@@ -177,14 +177,14 @@ class NcclCommunicator(Communicator):
                 return
             nccl.group_start()
             try:
-                for r, (start, n_items) in enumerate(zip(bounds, counts, strict=False)):
-                    if n_items:
+                for r, (start, n_rank_items) in enumerate(zip(bounds, counts, strict=False)):
+                    if n_rank_items:
                         source = address + start * itemsize
-                        nccl.reduce(source, target, n_items, dtype, nccl_op, r, handle, self._stream)
+                        nccl.reduce(source, target, n_rank_items, dtype, nccl_op, r, handle, self._stream)
             finally:
                 nccl.group_end()
 
-        if count:
+        if n_items:
             self._run_blocking(enqueue)
 
     def gather(
@@ -200,14 +200,14 @@ class NcclCommunicator(Communicator):
     def _gather_to(self, receivers: Sequence[int], array: Array, out: Sequence[Any | None] | None) -> None:
         """Copy rank r's array into ``out[r]`` on the receivers."""
         number = self._rank.number
-        address, count, _ = self._prepare_buffer(array)
-        nbytes = count * array.dtype.itemsize
+        address, n_items, _ = self._prepare_buffer(array)
+        nbytes = n_items * array.dtype.itemsize
         targets: list[ItemRange | None] = list(out) if out is not None else [None] * self._rank.size
         own_target = targets[number]
 
         def send_and_receive(handle: Any) -> None:
             if own_target is not None and nbytes:
-                check_result(self._staging.driver.cuMemcpyAsync(own_target.pointer, address, nbytes, self._stream))
+                check_result(self._staging.driver.cuMemcpyAsync(own_target.address, address, nbytes, self._stream))
             self._nccl.group_start()
             try:
                 for r in receivers:
@@ -215,7 +215,7 @@ class NcclCommunicator(Communicator):
                         self._nccl.send(address, nbytes, NCCL_UINT8, r, handle, self._stream)
                 for r, target in enumerate(targets):
                     if target is not None and r != number and target.nbytes:
-                        self._nccl.recv(target.pointer, target.nbytes, NCCL_UINT8, r, handle, self._stream)
+                        self._nccl.recv(target.address, target.nbytes, NCCL_UINT8, r, handle, self._stream)
             finally:
                 self._nccl.group_end()
 
@@ -244,7 +244,7 @@ class NcclCommunicator(Communicator):
         """Wait for an array unless NCCL uses the library's stream; return its address, length, and NCCL dtype."""
         if self._array_device.stream is None:
             self._array_device.wait([array])
-        return self._array_device.get_pointer(array), array.size, to_nccl_dtype(array.dtype)
+        return self._array_device.get_address(array), array.size, to_nccl_dtype(array.dtype)
 
     def _wait_until_idle(self, check_peers: Callable[[], None] | None = None) -> None:
         """Wait until the stream is idle; poll ``check_peers``, by default `_abort_on_failure`, which may raise."""
@@ -302,20 +302,22 @@ class NcclGroupCommunicator(NcclCommunicator):
 
     def all_reduce(self, array: Array, op: str) -> None:
         """Replace every member's array by the reduction over all members, in place, and wait for completion."""
-        address, count, dtype = self._prepare_buffer(array)
-        if count:
+        address, n_items, dtype = self._prepare_buffer(array)
+        if n_items:
             self._run_blocking(
-                lambda handle: self._nccl.all_reduce(address, address, count, dtype, NCCL_OPS[op], handle, self._stream)
+                lambda handle: self._nccl.all_reduce(
+                    address, address, n_items, dtype, NCCL_OPS[op], handle, self._stream
+                )
             )
 
     def send(self, array: Array, dest: int) -> None:
         """Send an array to a rank, and wait until the rank has received it."""
-        address, count, dtype = self._prepare_buffer(array)
+        address, n_items, dtype = self._prepare_buffer(array)
         nccl_rank = self._connection.members.index(dest)
-        self._run_blocking(lambda handle: self._nccl.send(address, count, dtype, nccl_rank, handle, self._stream))
+        self._run_blocking(lambda handle: self._nccl.send(address, n_items, dtype, nccl_rank, handle, self._stream))
 
     def receive(self, array: Array, source: int) -> None:
         """Receive an array from a rank, in place, and wait for completion."""
-        address, count, dtype = self._prepare_buffer(array)
+        address, n_items, dtype = self._prepare_buffer(array)
         nccl_rank = self._connection.members.index(source)
-        self._run_blocking(lambda handle: self._nccl.recv(address, count, dtype, nccl_rank, handle, self._stream))
+        self._run_blocking(lambda handle: self._nccl.recv(address, n_items, dtype, nccl_rank, handle, self._stream))

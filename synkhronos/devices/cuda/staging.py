@@ -78,7 +78,7 @@ class ItemRange(NamedTuple):
     """Consecutive items of an array, to be written in place: the first one's address, and their bytes."""
 
     array: Any
-    pointer: int
+    address: int
     nbytes: int
 
 
@@ -110,7 +110,7 @@ class _InputBuffer:
     """A buffer on the GPU for an input; the event ``last_read`` is recorded after the last launch that reads it."""
 
     array: Any
-    pointer: int
+    address: int
     last_read: Any = None
 
 
@@ -155,7 +155,7 @@ class Staging:
         self._launch = launch
         self.driver = driver
         self._device = Device(0)
-        self._thread = threading.local()
+        self._thread_locals = threading.local()
         self.set_current_gpu()
         self.copy_stream = self._device.create_stream(options=StreamOptions(priority=-1))
         self.copy_stream_handle = int(self.copy_stream.handle)
@@ -171,7 +171,7 @@ class Staging:
         self._rank: Rank | None = None
         #: Last command in which a function was launched.
         self._last_command_number = 0
-        self._vector_memory, self._fetch_memory = _PinnedMemory(self), _PinnedMemory(self)
+        self._index_memory, self._fetch_memory = _PinnedMemory(self), _PinnedMemory(self)
         self.host_flags = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.int32)
         self.pin_pages(self.host_flags.ctypes.data, self.host_flags.nbytes)
         #: Last selection whose row numbers were copied to page-locked memory, and their address there.
@@ -180,7 +180,7 @@ class Staging:
     def allocate_scratch(self, nbytes: int) -> int:
         """Return the address of scratch memory on the GPU."""
         self._scratch = self.array_device.empty((nbytes,), np.dtype(np.uint8))
-        return self.array_device.get_pointer(self._scratch)
+        return self.array_device.get_address(self._scratch)
 
     @cached_property
     def side_stream(self) -> int:
@@ -192,9 +192,9 @@ class Staging:
 
     def set_current_gpu(self) -> None:
         """Make the GPU current in this thread; CUDA requires it once per thread."""
-        if not hasattr(self._thread, "is_set"):
+        if not hasattr(self._thread_locals, "is_set"):
             self._device.set_current()
-            self._thread.is_set = True
+            self._thread_locals.is_set = True
 
     # -- to the GPU ------------------------------------------------------------------------------------------
 
@@ -203,7 +203,7 @@ class Staging:
         self._rank = rank
         shape = location.shape if rows is None else (len(rows), *location.shape[1:])
         buffer = self._get_double_buffer(buffers, shape, location.dtype).acquire()
-        self._copy_rows(rank, location, rows, buffer.pointer)
+        self._copy_rows(rank, location, rows, buffer.address)
         self._filled_buffers.append(buffer)
         return buffer.array
 
@@ -214,8 +214,8 @@ class Staging:
         self._mark_pending(rank)
         buffer = self._get_double_buffer(buffers, values.shape, values.dtype.str).acquire()
         if values.size:
-            source = self._vector_memory.store(values)
-            check_result(self.driver.cuMemcpyAsync(buffer.pointer, source, values.nbytes, self.copy_stream_handle))
+            source = self._index_memory.store(values)
+            check_result(self.driver.cuMemcpyAsync(buffer.address, source, values.nbytes, self.copy_stream_handle))
         self._filled_buffers.append(buffer)
         return buffer.array
 
@@ -223,7 +223,7 @@ class Staging:
         """Copy rows (None: all) into a new array, and wait for the copy."""
         shape = location.shape if rows is None else (len(rows), *location.shape[1:])
         array = self._allocate(shape, location.dtype)
-        self._copy_rows(rank, location, rows, self.array_device.get_pointer(array))
+        self._copy_rows(rank, location, rows, self.array_device.get_address(array))
         self._wait_for_copies()
         return array
 
@@ -234,7 +234,7 @@ class Staging:
         self.array_device.wait([array])
         self.set_current_gpu()
         target = self.pin_segment(rank, segment_key) + offset
-        source, nbytes = self.array_device.get_pointer(array), array.size * array.dtype.itemsize
+        source, nbytes = self.array_device.get_address(array), array.size * array.dtype.itemsize
         check_result(self.driver.cuMemcpyAsync(target, source, nbytes, self.copy_stream_handle))
         self.copy_stream.sync()
 
@@ -242,7 +242,7 @@ class Staging:
         """Copy bytes of a computed array, from offset ``start``, into host memory, and wait for the copy."""
         if target.size:
             self.set_current_gpu()
-            source = self.array_device.get_pointer(array) + start
+            source = self.array_device.get_address(array) + start
             check_result(self.driver.cuMemcpyAsync(target.ctypes.data, source, target.nbytes, self.copy_stream_handle))
             self.copy_stream.sync()
 
@@ -260,7 +260,7 @@ class Staging:
         targets = [self._fetch_memory.allocate(array.nbytes) for array in arrays]
         for array, target in zip(arrays, targets, strict=True):
             if array.nbytes:
-                source = self.array_device.get_pointer(array)
+                source = self.array_device.get_address(array)
                 check_result(
                     self.driver.cuMemcpyAsync(target.ctypes.data, source, array.nbytes, self.array_device.stream)
                 )
@@ -311,7 +311,7 @@ class Staging:
         if self._has_pending_copies:
             self.copy_stream.sync()
             self._has_pending_copies = False
-            self._vector_memory.used_nbytes = 0
+            self._index_memory.used_nbytes = 0
             self._pinned_rows = None, 0
 
     # -- buffers ---------------------------------------------------------------------------------------------
@@ -326,7 +326,7 @@ class Staging:
 
             def allocate() -> _InputBuffer:
                 array = self._allocate(shape, dtype)
-                return _InputBuffer(array, self.array_device.get_pointer(array))
+                return _InputBuffer(array, self.array_device.get_address(array))
 
             double_buffer = buffers[shape, dtype] = _DoubleBuffer(allocate)
         return double_buffer
@@ -348,7 +348,7 @@ class Staging:
         row_nbytes = math.prod(location.shape[1:]) * int(location.dtype[2:])
         if not n_rows * row_nbytes:
             return
-        source = self.pin_segment(rank, location.key) + location.offset
+        source = self.pin_segment(rank, location.segment_key) + location.offset
         self._mark_pending(rank)
         if rows is None or isinstance(rows, range) and (rows.step == 1 or len(rows) == 1):
             start = 0 if rows is None else rows[0] * row_nbytes
@@ -358,7 +358,7 @@ class Staging:
             return
         if rows is not self._pinned_rows[0]:
             indexes = rows if isinstance(rows, np.ndarray) else np.asarray(rows, np.int64)
-            self._pinned_rows = rows, self._vector_memory.store(indexes)
+            self._pinned_rows = rows, self._index_memory.store(indexes)
         itemsize = next(size for size in _ITEM_TYPES if not (row_nbytes | source | target) % size)
         width = row_nbytes // itemsize
         self._gather_rows(itemsize, source, self._pinned_rows[1], target, n_rows * width, width)

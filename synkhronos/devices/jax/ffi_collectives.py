@@ -308,10 +308,10 @@ def _read_spans(frame: Any, start: int, stop: int) -> list[BufferSpan]:
     spans = []
     for i in range(start, stop):
         source, target = frame.arguments.buffers[i].contents, frame.results.buffers[i].contents
-        count = 1
+        n_items = 1
         for axis in range(source.rank):
-            count *= source.dims[axis]
-        spans.append(BufferSpan(source.data, target.data, count, _DTYPES[source.dtype]))
+            n_items *= source.dims[axis]
+        spans.append(BufferSpan(source.data, target.data, n_items, _DTYPES[source.dtype]))
     return spans
 
 

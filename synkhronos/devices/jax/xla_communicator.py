@@ -113,14 +113,14 @@ class XlaCommunicator(NcclCommunicator):
         nccl = self._nccl
         with self._nccl_lock:
             handle = self._connection.get_handle()  # XLA has made the GPU current in this thread
-            for source, target, count, dtype in spans:
+            for source, target, n_items, dtype in spans:
                 nccl_dtype = NCCL_DTYPES[dtype]
                 if collective == "all_reduce":
-                    nccl.all_reduce(source, target, count, nccl_dtype, NCCL_OPS[op], handle, stream)
+                    nccl.all_reduce(source, target, n_items, nccl_dtype, NCCL_OPS[op], handle, stream)
                 elif collective == "all_gather":
-                    nccl.all_gather(source, target, count, nccl_dtype, handle, stream)
+                    nccl.all_gather(source, target, n_items, nccl_dtype, handle, stream)
                 elif collective == "reduce_scatter":
-                    n_own_items = count // self._rank.size
+                    n_own_items = n_items // self._rank.size
                     nccl.reduce_scatter(source, target, n_own_items, nccl_dtype, NCCL_OPS[op], handle, stream)
                 else:
                     assert_never(collective)

@@ -107,7 +107,7 @@ class StepCommand(_StepCommandFields, Command):
 
     def get_reduced_variable(self, rank: Rank) -> Any:
         """Return this rank's copy of the gradient's variable."""
-        (key,) = self.all_reduce.keys
+        (key,) = self.all_reduce.variable_keys
         return rank.get_object(key)
 
     def get_shards(self, rank: Rank) -> None:

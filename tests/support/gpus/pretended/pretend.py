@@ -86,7 +86,7 @@ def install():
 
     JaxDevice.requirements = {}
     JaxDevice.open_gpu = start
-    JaxDevice.get_pointer = lambda self, array: int(array.block_until_ready().unsafe_buffer_pointer())
+    JaxDevice.get_address = lambda self, array: int(array.block_until_ready().unsafe_buffer_pointer())
     JaxDevice._compute_stream = ComputeStream(cuda.core.COMPUTE, True)
     # Streams are synchronous here, but XLA is not, so its launches are waited for.
     launched = JaxDevice.after_launch
