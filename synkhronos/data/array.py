@@ -271,7 +271,7 @@ class Data:
         """Replace shape and content, as `set_value`; ``argument`` is the name of ``x`` in errors."""
         value = self._check_value(x, force_cast, argument)
         self._reshape_under_lock(value.shape, oversize, keep_rows=False)
-        # Without the call lock, so that a thread can write the next batch while the ranks compute.
+        # The call lock is not held, so that a thread can write the next batch while the ranks compute.
         self._array[...] = value
 
     def _check_value(self, x: npt.ArrayLike, force_cast: bool, argument: str) -> np.ndarray:

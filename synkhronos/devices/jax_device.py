@@ -147,7 +147,7 @@ class JaxDevice(CudaDevice):
 
     @cached_property
     def _zeros(self) -> Any:
-        # Much faster than the call of jax.numpy.zeros, most of which is Python.
+        # A compiled function is much faster than jax.numpy.zeros, most of which is Python.
         return self._import_jax().jit(self._jax_numpy.zeros, static_argnums=(0, 1))
 
     def get_address(self, array: Array) -> int:

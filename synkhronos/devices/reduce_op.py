@@ -70,7 +70,7 @@ class ReduceOp:
             assert n_rows is not None
             terms = terms * n_rows.astype(terms.dtype)
         if math.prod(values.shape[1:]) > 1:
-            # Without an initial value: 0 + -0.0 is 0.
+            # There is no initial value, since 0 + -0.0 is 0.
             total = self.ufunc.reduce(terms, axis=0, dtype=terms.dtype, initial=None)
         else:  # ufunc.reduce would add the numbers of a single column in pairs
             total = self.ufunc.accumulate(terms, axis=0, dtype=terms.dtype)[-1]

@@ -65,7 +65,7 @@ def build_computation(
     _check_free_variables(library, specs, raw_outputs, pairs, substitutions)
     _check_sliceable(library, sliceable)
     _check_kwargs(library, kwargs)
-    # Resolved in the master, since the workers' configuration may differ.
+    # The mode is resolved in the master, since the workers' configuration may differ.
     kwargs = {**kwargs, "mode": _resolve_mode(library, kwargs.get("mode"), device)}
     name = kwargs.get("name")
     check_name(name)

@@ -217,7 +217,7 @@ class Computation:
         outputs = self.outputs if variant.output_subset is None else [self.outputs[i] for i in variant.output_subset]
         kwargs = dict(self.kwargs)
         if variant != DEFAULT_VARIANT:
-            # A subset of the outputs may need a subset of the inputs, and some outputs no sliceable variable.
+            # Some outputs may not need all inputs and sliceable variables.
             kwargs["on_unused_input"] = "ignore"
         if variant.row_selector is None and not variant.returns_updates:
             return library.function(inputs, outputs, updates=self.updates, givens=self.givens, **kwargs)
@@ -229,7 +229,7 @@ class Computation:
         if variant.row_selector is not None:
             row_inputs, select = self._make_row_inputs(variant.row_selector)
             inputs = inputs + row_inputs
-            # The key of a given may be computed from a sliceable variable: then its clone is what has to be replaced.
+            # The key of a given may be computed from a sliceable variable.  Then its clone has to be replaced.
             keys = [key if key.owner is not None else expression for key, expression in givens]
             values = [expression for _, expression in givens]
             groups = [variables, expressions, values, keys]

@@ -86,7 +86,7 @@ class Function:
         return _make_function(copy.copy(self._computation), self._is_single_output)
 
     def __reduce__(self) -> Any:
-        # In topological order, so that pickle does not recurse as deep as the graph.
+        # The nodes are in topological order, so that pickle does not recurse as deep as the graph.
         computation = self._computation
         return _unpickle_function, (
             computation.library.sort_nodes(computation.list_variables()),

@@ -177,7 +177,7 @@ class MemoryTable:
         """Send new segments to the workers, and make them drop released segments and objects, by a command."""
         release = Release(self._unsent_releases[:])
         self._run_command(release)
-        # Only after the command, which an interrupt may have prevented.
+        # The list is shortened after the command, which an interrupt may have prevented.
         del self._unsent_releases[: len(release.released)]
 
     def reopen_segments(self) -> list[tuple[Segment, io.FileIO]] | None:

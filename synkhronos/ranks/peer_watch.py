@@ -75,7 +75,7 @@ class PeerWatch:
         self._previous_handler, self._channels = previous, channels
         for channel in channels.values():
             with contextlib.suppress(OSError):
-                # Addressed to the main thread: only a signal to that thread interrupts its system call.
+                # The signal goes to the main thread: only then does it interrupt that thread's system call.
                 fcntl.fcntl(channel, _F_SETOWN_EX, struct.pack("ii", _F_OWNER_TID, self._master_pid))
                 fcntl.fcntl(channel, _F_SETSIG, signal.SIGURG)
                 fcntl.fcntl(channel, fcntl.F_SETFL, fcntl.fcntl(channel, fcntl.F_GETFL) | os.O_ASYNC)

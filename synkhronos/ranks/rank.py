@@ -176,7 +176,7 @@ class Rank:
         """
         self.cancel_operations_of_failed_command()
         self.barriers.last_arrived = command_number << BARRIER_BITS
-        # Last: an interrupt before it would mark the previous command as failed, which was not.
+        # This is last: an interrupt before it would mark the previous command, which has not failed, as failed.
         self.command_number, self._records_applied = command_number, True
 
     def cancel_operations_of_failed_command(self) -> None:

@@ -183,7 +183,7 @@ class Session(CommandRunner):
             if self.close_reason is not None:
                 return
             if not kill:
-                # Not joined like other commands: a stopped worker would never arrive.
+                # This command is not waited for like others: a stopped worker would never finish it.
                 self._command_number += 1
                 try:
                     self._mailbox.post(self._command_number, Exit())

@@ -165,7 +165,7 @@ class Replicator:
         code = None
         if session.size > 1:
             offsets = [reserve_streams(session, shared) for _, shared in keyed]
-            # In topological order: pickle follows references, and would recurse through the depth of the graph.
+            # The order is topological: pickle follows references, and would recurse through the depth of the graph.
             nodes = library.sort_nodes(variables) if library is not None else []
             code = self._send_objects(session, nodes, [*keyed, *objects], offsets)
         for key, shared in keyed:
@@ -281,7 +281,7 @@ class ReceiveObjects(Command):
         if rank.is_master:
             return set()
         stream, *arrays = read_buffers(self.location.view(rank.segments).data)
-        # Copies, in this process's own memory: the segment is released.
+        # The arrays are copied into this process's own memory, since the segment is released.
         unpickler = _Unpickler(io.BytesIO(stream), buffers=[np.array(array) for array in arrays])
         unpickler.rank = rank
         _, values, offsets = unpickler.load()

@@ -52,7 +52,7 @@ def find_function_addresses() -> dict[str, int]:
         "wait": "cuStreamWaitEvent",
     }
     functions = {field: ctypes.cast(getattr(driver, name), ctypes.c_void_p).value for field, name in names.items()}
-    # From the library in which nccl4py makes communicators: JAX may have loaded another one.
+    # The library is the one in which nccl4py makes communicators: JAX may have loaded another one.
     functions["all_reduce"] = int(loaded._inspect_function_pointer("__ncclAllReduce"))
     if not all(functions.values()):
         raise RuntimeError(f"functions of CUDA or NCCL have not been found: {functions}")

@@ -174,7 +174,7 @@ class NcclConnection:
             with self._comm_lock:  # only one thread gets the communicator
                 comm, self._comm, self.generation = self._comm, None, 0
                 self._attempt += 1
-                # Cleared before the abort, after which the GPU continues with an undefined result.
+                # The flag is cleared before the abort, after which the GPU continues with an undefined result.
                 self.valid_flag[0] = 0
                 self.launch_state.comm = 0
             if comm is not None:

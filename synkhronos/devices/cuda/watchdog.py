@@ -149,7 +149,7 @@ class CollectiveWatchdog(PendingOperation):
 
     def _abort_unless_started_by_all(self, command_number: int) -> None:
         if self._pending_command_number == command_number:
-            # Read in this order: first the last common barrier, then the barrier at which this rank's were started.
+            # The last common barrier is read first, then the barrier at which this rank's collectives were started.
             barrier_number = self._rank.barriers.read_last_common(command_number)
             if barrier_number is not None and barrier_number < self._started_barrier_number:
                 self.abort()
@@ -199,7 +199,7 @@ class CollectiveWatchdog(PendingOperation):
             if has_peer_died:
                 self.has_lost_peer = True
                 self.abort()
-                # For `PeerWatch`, which may have ignored the peer's own SIGURG while no collective was pending.
+                # `PeerWatch` may have ignored the peer's own SIGURG while no collective was pending.
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
                 return
             self._abort_unless_started_by_all(command_number)

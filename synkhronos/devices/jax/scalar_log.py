@@ -72,7 +72,7 @@ class ScalarLog:
 
     def store_copies(self, arrays: Sequence[np.ndarray]) -> None:
         """Store copies of the unread arrays."""
-        # Copied again, as a JAX array with a NumPy view can't be donated.
+        # These copies are not views: a JAX array with a NumPy view can't be donated.
         self._copies = self._n_entries, [np.array(array) for array in arrays]
 
     def read(self, output: int, index: int) -> np.ndarray:

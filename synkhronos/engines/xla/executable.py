@@ -76,8 +76,8 @@ class Executable(Runner):
         self._signatures: set[Any] = set()
         self._n_inputs = sum(function.n_inputs for function in functions)
         self._storages = _remove_duplicates([storage for function in functions for storage in function.storages])
-        # In the order of the storages, since JAX gives each new value the memory of the first donated array of its
-        # shape.  In another order, XLA would copy arrays, and addresses would change from launch to launch.
+        # These are in the order of the storages, since JAX gives each new value the memory of the first donated array
+        # of its shape.  In another order, XLA would copy arrays, and addresses would change from launch to launch.
         updated = {id(storage) for function in functions for storage in function.result_storages}
         self._updated_storages = [storage for storage in self._storages if id(storage) in updated]
         self._donated_storages = _remove_duplicates([storage for function in functions for storage in function.donated])
@@ -111,7 +111,7 @@ class Executable(Runner):
         if self._scalar_log is not None:
             n_arguments = self._n_inputs + len(self._storages)
             positions += range(n_arguments, n_arguments + len(self._scalar_log.storages))
-        # Without a reference to self, which would be a cycle and leave the memory to the garbage collector.
+        # The program does not refer to self: a cycle would leave the memory to the garbage collector.
         is_in_loop = self.n_repeats > 1
         tables = self._storages, self._updated_storages, self._logged_positions
         run = partial(trace_functions, self._functions, spec, self.ffi_collectives, *tables, is_in_loop)
@@ -242,7 +242,7 @@ class Executable(Runner):
         lengths = []
         if self._has_lengths:
             (function,) = self._functions
-            # Copied, as the user may overwrite an input before the launch has been computed.
+            # The inputs are copied, as the user may overwrite them before the launch has been computed.
             inputs = [np.array(v) if i in self.numpy_inputs else v for i, v in enumerate(inputs)]
             lengths = [function.compute_lengths(inputs)]
         return [*lengths, *inputs, *[storage[0] for storage in (*self._storages, *logs)]]
