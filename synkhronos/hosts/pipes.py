@@ -155,18 +155,18 @@ class FrameTransport:
         #: Requests of the empty frames that mark the end of this agent's frames, one for each neighbour.
         self._last_frame_requests: list[Any] = []
         #: Neighbours whose last frame has been received.
-        self._ended_peers: set[int] = set()
+        self._ended_neighbours: set[int] = set()
 
     def end(self) -> None:
         """Send no more frames after those in transit, and discard those that arrive."""
         self._number_offset = self._N_TAGS // 4
-        for _, _, peer in self._neighbours:
-            self._last_frame_requests.append(self._comm.Isend([b"", self._mpi.BYTE], peer, 0))
+        for _, _, neighbour in self._neighbours:
+            self._last_frame_requests.append(self._comm.Isend([b"", self._mpi.BYTE], neighbour, 0))
 
     def has_ended(self) -> bool:
         """Whether both this agent and its neighbours have ended, and no frame is in transit."""
         has_sent_last = all(request.Test() for request in self._last_frame_requests)
-        return has_sent_last and not self.has_transfers and len(self._ended_peers) == len(self._neighbours)
+        return has_sent_last and not self.has_transfers and len(self._ended_neighbours) == len(self._neighbours)
 
     def advance(self) -> bool:
         """Start and complete transfers without blocking; return True if ranks have to be woken."""
@@ -175,10 +175,10 @@ class FrameTransport:
             self._command_number, self._start_count = command_number, command_number << COUNT_BITS
             self._next_frame_numbers = dict.fromkeys(self._next_frame_numbers, 0)
         has_events = False
-        for outgoing, incoming, peer in self._neighbours:
+        for outgoing, incoming, neighbour in self._neighbours:
             has_events |= self._complete_transfers(outgoing) | self._complete_transfers(incoming)
-            self._send_frames(outgoing, peer)
-            self._receive_frames(incoming, peer)
+            self._send_frames(outgoing, neighbour)
+            self._receive_frames(incoming, neighbour)
         return has_events
 
     @property
@@ -196,7 +196,7 @@ class FrameTransport:
                 has_events = True
         return has_events
 
-    def _send_frames(self, pipe: int, peer: int) -> None:
+    def _send_frames(self, pipe: int, neighbour: int) -> None:
         """Start sending the frames that all ranks of this host have filled."""
         memory, start_count = self._link_memory, self._start_count
         filled = min(memory.n_processed[pipe])
@@ -206,25 +206,25 @@ class FrameTransport:
             frame = memory.view_frame(pipe, frame_number)[:nbytes]
             tag = self._command_number % self._N_TAGS
             self._in_transit[pipe].append(
-                (start_count + frame_number + 1, self._comm.Isend([frame, self._mpi.BYTE], peer, tag))
+                (start_count + frame_number + 1, self._comm.Isend([frame, self._mpi.BYTE], neighbour, tag))
             )
             self._next_frame_numbers[pipe] = frame_number + 1
 
-    def _receive_frames(self, pipe: int, peer: int) -> None:
+    def _receive_frames(self, pipe: int, neighbour: int) -> None:
         """Start receiving frames into free memory; discard frames of failed commands."""
         memory, in_transit, start_count = self._link_memory, self._in_transit[pipe], self._start_count
         # A frame of a failed command may still be in transit into memory that the new command needs.
         while (
             len(in_transit) < N_FRAMES
             and (not in_transit or in_transit[0][0] > start_count)
-            and peer not in self._ended_peers
-            and self._comm.Iprobe(peer, self._mpi.ANY_TAG, self._status)
+            and neighbour not in self._ended_neighbours
+            and self._comm.Iprobe(neighbour, self._mpi.ANY_TAG, self._status)
         ):
             tag, nbytes = self._status.tag, self._status.Get_count(self._mpi.BYTE)
             if not nbytes:  # the last frame
                 if self._number_offset:  # else this agent ends later, when the master ends it
-                    self._comm.Recv([bytearray(), self._mpi.BYTE], peer, tag)
-                    self._ended_peers.add(peer)
+                    self._comm.Recv([bytearray(), self._mpi.BYTE], neighbour, tag)
+                    self._ended_neighbours.add(neighbour)
                 break
             commands_ahead = (tag - self._command_number) % self._N_TAGS
             if commands_ahead == 0:
@@ -241,4 +241,4 @@ class FrameTransport:
                 break  # the frame belongs to a command that this host has not received yet
             else:  # the frame belongs to a failed command: receive and discard it
                 buffer, transferred = bytearray(nbytes), 0
-            in_transit.append((transferred, self._comm.Irecv([buffer, self._mpi.BYTE], peer, tag)))
+            in_transit.append((transferred, self._comm.Irecv([buffer, self._mpi.BYTE], neighbour, tag)))

@@ -78,8 +78,8 @@ class Executable(Runner):
         self._storages = _remove_duplicates([storage for function in functions for storage in function.storages])
         # These are in the order of the storages, since JAX gives each new value the memory of the first donated array
         # of its shape.  In another order, XLA would copy arrays, and addresses would change from launch to launch.
-        updated = {id(storage) for function in functions for storage in function.result_storages}
-        self._updated_storages = [storage for storage in self._storages if id(storage) in updated]
+        updated_ids = {id(storage) for function in functions for storage in function.result_storages}
+        self._updated_storages = [storage for storage in self._storages if id(storage) in updated_ids]
         self._donated_storages = _remove_duplicates([storage for function in functions for storage in function.donated])
         self._copy = jnp.copy
         length_graph = functions[0].length_graph
@@ -106,32 +106,32 @@ class Executable(Runner):
         """Return a function that makes the program: a jitted function of the arguments of `_get_arguments`."""
         import jax
 
-        donated = {id(storage) for storage in self._donated_storages}
-        positions = [self._n_inputs + i for i, storage in enumerate(self._storages) if id(storage) in donated]
+        donated_ids = {id(storage) for storage in self._donated_storages}
+        donated = [self._n_inputs + i for i, storage in enumerate(self._storages) if id(storage) in donated_ids]
         if self._scalar_log is not None:
             n_arguments = self._n_inputs + len(self._storages)
-            positions += range(n_arguments, n_arguments + len(self._scalar_log.storages))
+            donated += range(n_arguments, n_arguments + len(self._scalar_log.storages))
         # The program does not refer to self: a cycle would leave the memory to the garbage collector.
         is_in_loop = self.n_repeats > 1
-        tables = self._storages, self._updated_storages, self._logged_positions
-        run = partial(trace_functions, self._functions, spec, self.ffi_collectives, *tables, is_in_loop)
+        compute = partial(trace_functions, self._functions, spec, self.ffi_collectives)
+        compute = partial(compute, self._storages, self._updated_storages, self._logged_positions, is_in_loop)
         options: dict[str, Any] = {}
         if self._has_lengths:
             # Lengths are the first argument, and static: XLA compiles anew for others.
-            positions, options["static_argnums"] = [position + 1 for position in positions], 0
+            donated, options["static_argnums"] = [position + 1 for position in donated], 0
         else:
-            run = partial(run, ())
+            compute = partial(compute, ())
         if is_in_loop:
-            index = {id(storage): i for i, storage in enumerate(self._storages)}
-            logs = range(len(index), len(index) + 1 + len(self._logged_positions))
-            changed = [*(index[id(storage)] for storage in self._updated_storages), *logs]
-            run = partial(trace_loop, run, self.n_repeats, self._n_inputs, changed)
+            positions = {id(storage): i for i, storage in enumerate(self._storages)}
+            logs = range(len(positions), len(positions) + 1 + len(self._logged_positions))
+            changed = [*(positions[id(storage)] for storage in self._updated_storages), *logs]
+            compute = partial(trace_loop, compute, self.n_repeats, self._n_inputs, changed)
         options["compiler_options"] = COMPILER_OPTIONS if is_bfloat16_requested() else None
         # keep_unused: old values that no computation reads donate their memory, too, so that addresses stay the same
         # and XLA can replay recorded launches.
-        options |= {"donate_argnums": tuple(positions), "keep_unused": True}
+        options |= {"donate_argnums": tuple(donated), "keep_unused": True}
         # A new function object each time: for the same object, JAX would return the program that it has compiled.
-        return lambda: jax.jit(partial(run), **options)
+        return lambda: jax.jit(partial(compute), **options)
 
     def fuse(
         self, spec: ExchangeSpec | None = None, others: Sequence[Executable] = (), n_repeats: int = 1
