@@ -1,4 +1,4 @@
-"""Arrays in shared memory, which the user changes in place and all ranks read.
+"""Arrays in shared memory that all ranks read, and that the user changes in place, unless they are read-only.
 
 An array grows by moving to a larger segment.  With the next command the session sends the ranks the segments that are
 new, and the keys of released ones.
@@ -11,7 +11,7 @@ import math
 import numbers
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -339,6 +339,35 @@ class Data:
         self._segment = None
         if not keep_array:
             self._array = np.zeros((0,) * self._ndim, self._dtype)
+
+
+class ReadOnlyData(Data):
+    """A `Data` object whose content and shape can't be changed."""
+
+    #: Source of the rows in errors, such as a path.
+    _source: str
+
+    def _map_segment(self, segment: ranks.Segment, shape: tuple[int, ...], offset: int = 0) -> None:
+        """Set the content to the array that begins at byte ``offset`` of a segment.  The call lock is held."""
+        self._replace_segment(segment)
+        self._array = segment.view_array(shape, self.dtype, offset)
+        self._array.flags.writeable = False
+
+    def _get_segment_key(self) -> int:
+        """Return the segment's key; raise ValueError if the memory was freed."""
+        self._check_open()
+        if self._segment is None:
+            raise ValueError(f"{self._source}: this Data object's memory was freed: make a new one")
+        return self._segment.key
+
+    def __setitem__(self, key: object, value: Any) -> None:
+        self._raise_read_only()
+
+    def _reshape_under_lock(self, *arguments: Any, **options: Any) -> NoReturn:
+        self._raise_read_only()
+
+    def _raise_read_only(self) -> NoReturn:
+        raise ValueError(f"{self._source}: this Data can't be changed: synkhronos.data(array) is a copy that can")
 
 
 def data(

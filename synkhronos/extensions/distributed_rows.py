@@ -19,7 +19,7 @@ from synkhronos.checks import describe
 from synkhronos.collectives.arguments import distribute_variables
 from synkhronos.collectives.calls import scatter
 from synkhronos.data import Data
-from synkhronos.data.read_only import ReadOnlyData
+from synkhronos.data.array import ReadOnlyData
 from synkhronos.data.rows import get_share
 from synkhronos.devices import NUMPY, Device
 from synkhronos.extensions.row_slices import SlicedSum, plan_queued_slices, plan_rank_slices
