@@ -1,12 +1,14 @@
 """Samplers that XLA compiles return the draws of one process on all ranks."""
 
 import importlib.util
-import subprocess
-import sys
+import multiprocessing
+import warnings
 
 import pytest
-from library import HOSTS
-from paths import SUPPORT
+from library import HOSTS, fork_ranks
+from sampler_checks import compare_functions, compare_samplers
+
+import synkhronos as synk
 
 pytestmark = [
     pytest.mark.skipif(bool(HOSTS), reason="the ranks of samplers are on one host"),
@@ -14,18 +16,30 @@ pytestmark = [
 ]
 
 
-def run_script(*arguments, needs=()):
-    for package in ("pymc", *needs):
+def run_in_child(check, *arguments, needs):
+    """Run a check on two ranks of a child process, as it starts XLA; a fork has PyMC's imports already."""
+    for package in ("pymc", needs):
         if not importlib.util.find_spec(package):  # an import of NumPyro starts XLA
             pytest.skip(f"{package} is not installed")
-    run = subprocess.run([sys.executable, SUPPORT / "sampler_script.py", *arguments], capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
+
+    def run():
+        warnings.simplefilter("ignore")  # of ArviZ, PyMC and JAX
+        fork_ranks(2)
+        try:
+            check(*arguments)
+        finally:
+            synk.close()
+
+    child = multiprocessing.get_context("fork").Process(target=run)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
 
 
 @pytest.mark.parametrize(("sampler", "methods"), [("numpyro", ("vectorized", "parallel")), ("blackjax", ("parallel",))])
 def test_xla_sampler_draws_equal_one_process(sampler, methods):
-    run_script(sampler, *methods, needs=[sampler])
+    run_in_child(compare_samplers, sampler, *methods, needs=sampler)
 
 
 def test_logp_in_other_jax_functions_calls_the_ranks():
-    run_script("functions", needs=["jax"])
+    run_in_child(compare_functions, needs="jax")
