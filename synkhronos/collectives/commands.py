@@ -349,14 +349,23 @@ class AllReduceValues(Command):
 
     def run(self, rank: Rank) -> None:
         """Check that shapes are equal, then reduce."""
-        if rank.size > 1:
-            self.agree_on_plan(rank).all_reduce(rank, self.op)
+        if rank.size == 1:
+            return
+        plan, has_compared_digests = rank.registry.get_or_create(_AllReducePlans).get(self), False
+        if plan is not None and plan.starts_early and plan.is_valid(rank):
+            if plan.start_all_reduce(rank, self.op):
+                return
+            has_compared_digests = True
+        self.agree_on_plan(rank, has_compared_digests).all_reduce(rank, self.op)
 
-    def agree_on_plan(self, rank: Rank) -> AllReducePlan:
-        """Return the plan, which all ranks make anew if their plans differ; a collective operation."""
+    def agree_on_plan(self, rank: Rank, has_compared_digests: bool = False) -> AllReducePlan:
+        """Return the plan, which all ranks make anew if their plans differ; a collective operation.
+
+        With ``has_compared_digests``, this rank has just compared digests, and found different ones.
+        """
         plans = rank.registry.get_or_create(_AllReducePlans)
-        last, has_compared_digests = plans.get(self), False
-        if last is not None and last.is_valid(rank):
+        last = plans.get(self)
+        if not has_compared_digests and last is not None and last.is_valid(rank):
             if rank.compare_digests(last.digest):
                 return last
             has_compared_digests = True
@@ -384,17 +393,25 @@ class AllReducePlan(NamedTuple):
     """Layouts of a repeated all-reduce, and generation of the device's connection; equal on all ranks.
 
     It does not refer to arrays, since an array is only written in place if its container has the only reference.  Each
-    rank with a valid plan passes the digest to `Rank.compare_digests`.
+    rank with a valid plan passes the digest to `Rank.compare_digests`.  ``device_communicator`` is that of the rank's
+    device, also where host memory transfers the variables.
+
+    Ranks start a small all-reduce, with ``starts_early``, before they compare digests.  Its results are written into
+    ``targets``, one array for each variable or None, so that the variables are unchanged if some rank does not start.
     """
 
     variables: list[PlannedVariable]
+    device_communicator: Communicator
     generation: int
     digest: bytes
+    starts_early: bool
+    targets: list[Any]
 
     @classmethod
     def from_replicas(cls, rank: Rank, keys: Sequence[Any], replicas: Sequence[VariableReplica]) -> AllReducePlan:
         """Return the plan for replicas of equal shapes."""
-        generation = get_rank_device(rank).get_communicator(rank).generation
+        device_communicator = get_rank_device(rank).get_communicator(rank)
+        generation = device_communicator.generation
         variables = [
             PlannedVariable(
                 key, own.library, own.layouts[rank.number], own.device, own.transport_device, own.communicator
@@ -402,7 +419,12 @@ class AllReducePlan(NamedTuple):
             for key, own in zip(keys, replicas, strict=True)
         ]
         layouts = tuple([(*variable.layout, variable.device.name) for variable in variables])
-        return cls(variables, generation, rank.compute_digest((layouts, generation)))
+        nbytes = sum(math.prod(shape) * dtype.itemsize for (_, _, (shape, dtype), *_) in variables)
+        starts_early = 0 < nbytes <= device_communicator.max_early_nbytes and all(
+            variable.communicator is device_communicator for variable in variables
+        )
+        digest = rank.compute_digest((layouts, generation))
+        return cls(variables, device_communicator, generation, digest, starts_early, [None] * len(variables))
 
     def is_valid(self, rank: Rank) -> bool:
         """Whether the layouts of this rank's variables, and its connection, have not changed."""
@@ -410,7 +432,7 @@ class AllReducePlan(NamedTuple):
             value = library.borrow_value(rank.get_object(key))
             if get_array_device(value) is not device or value.shape != shape or value.dtype != dtype:
                 return False
-        return get_rank_device(rank).get_communicator(rank).generation == self.generation
+        return self.device_communicator.generation == self.generation
 
     def all_reduce(self, rank: Rank, op: str) -> None:
         """Reduce into every rank's variables."""
@@ -426,19 +448,49 @@ class AllReducePlan(NamedTuple):
             array = device.as_writable(library.borrow_value(shared), is_referenced)
             communicator.all_reduce(array, op)
             written.append((library, shared, device, array))
-        own_communicator = get_rank_device(rank).get_communicator(rank)
         with defer_signals():  # once all ranks have started, each of them has to store the results
-            own_communicator.notify_started()
-            is_complete = own_communicator.wait_briefly()
+            self.device_communicator.notify_started()
+            is_complete = self.device_communicator.wait_briefly()
             for library, shared, device, array in written:
                 new = device.rewrap(array, is_complete)
                 if new is not library.borrow_value(shared):
                     library.store_value(shared, new)
 
-    def wait_until_started(self, rank: Rank) -> None:
+    def start_all_reduce(self, rank: Rank, op: str) -> bool:
+        """Reduce as `all_reduce`, but start before the ranks have compared their digests.
+
+        Return False if the digests differ.  The variables are not changed then, and the connection is aborted.
+        """
+        communicator, targets = self.device_communicator, self.targets
+        for i, (key, library, layout, device, _, _) in enumerate(self.variables):
+            if targets[i] is None:
+                targets[i] = device.empty(*layout)
+            value = device.as_contiguous(library.borrow_value(rank.get_object(key)))
+            communicator.all_reduce_into(value, op, targets[i])
+            del value  # its reference would be one that is not the container's
+        with defer_signals() as signals:  # as in `all_reduce`
+            have_all_started, interrupt = communicator.compare_started(self.digest, signals.stop_deferring_if_late)
+            if not have_all_started:
+                return False
+            # While the GPU is busy.
+            new_arrays = [
+                variable.device.rewrap(target, is_complete=True)
+                for variable, target in zip(self.variables, targets, strict=True)
+            ]
+            is_complete = communicator.wait_briefly()
+            for i, (key, library, _, device, _, _) in enumerate(self.variables):
+                shared = rank.get_object(key)
+                is_referenced = has_other_references(get_storage(shared))
+                targets[i] = None if is_referenced else library.borrow_value(shared)
+                library.store_value(shared, new_arrays[i] if is_complete else device.rewrap(new_arrays[i]))
+        if interrupt is not None:
+            raise interrupt
+        return True
+
+    def wait_until_started(self) -> None:
         """Wait until all ranks have started `all_reduce`, so that it completes on all of them."""
         if self.generation:
-            get_rank_device(rank).get_communicator(rank).wait_until_started()
+            self.device_communicator.wait_until_started()
 
 
 class _AllReducePlans(BoundedCache[AllReduceValues, AllReducePlan]):
@@ -461,7 +513,8 @@ class GetValue(Command):
             own = replica.device.as_bytes(replica.value) if rank.number == self.source_rank else None
             out = None
             if rank.is_master:
-                out = [None if layout is None else np.empty(*layout) for layout in layouts]
+                allocate = get_rank_device(rank).empty_in_host_memory
+                out = [None if layout is None else allocate(*layout) for layout in layouts]
                 results.append(out[self.source_rank])
             NUMPY.get_communicator(rank).gather(own, rank.master_rank, layouts, out)
         return results

@@ -23,6 +23,14 @@ class Communicator(ABC):
     """
 
     @property
+    def max_early_nbytes(self) -> int:
+        """Maximal number of bytes of an all-reduce that a rank may start before it knows whether all ranks do.
+
+        It is 0 if the communicator lacks `all_reduce_into` and `compare_started`.
+        """
+        return 0
+
+    @property
     def generation(self) -> int:
         """Number of the connection, equal on all ranks that share it; 0 without a connection."""
         return 0
@@ -38,6 +46,18 @@ class Communicator(ABC):
 
         This is enough at the end of a command, in place of `wait_until_started`, as the master waits for all ranks.
         """
+
+    def all_reduce_into(self, array: Array, op: str, out: Array) -> None:
+        """Write the reduction over all ranks into ``out``; like `all_reduce`, it does not wait."""
+        raise NotImplementedError
+
+    def compare_started(self, digest: bytes, on_poll: Callable[[], None]) -> tuple[bool, BaseException | None]:
+        """Compare the ranks' digests as `Rank.compare_digests`, once this rank has started its collectives.
+
+        Return whether all ranks have started them.  Otherwise they are aborted.  ``on_poll`` is called meanwhile.  If
+        it raises an exception after all ranks have started, the exception is returned, too.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def broadcast(self, array: Array, root: int) -> None:
@@ -67,7 +87,8 @@ class Communicator(ABC):
         """Write the reduction of the contributors' arrays, all of one ``layout``, into the root's ``out``.
 
         ``array`` is None on a rank that contributes nothing, ``out`` on all ranks but the root.  The contributors are
-        in ascending order.  A device's communicator may require all ranks; that of ``NUMPY`` accepts any.
+        in ascending order.  A device's communicator may require all ranks; that of ``NUMPY`` accepts any, and as
+        ``array`` a device's ``Device.as_bytes`` of an array.
         """
 
     @abstractmethod

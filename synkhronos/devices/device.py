@@ -75,8 +75,12 @@ class Device(ABC):
         """Return a new array of undefined content."""
         return self.from_numpy(np.empty(shape, dtype))
 
-    def to_numpy_many(self, values: Sequence[Any]) -> list[Any]:
-        """Convert several arrays to NumPy at once; values of other types are returned unchanged."""
+    def to_numpy_many(self, values: Sequence[Any], leaves_large: bool = False) -> list[Any]:
+        """Convert several arrays to NumPy at once; values of other types are returned unchanged.
+
+        With ``leaves_large``, large arrays may be returned unchanged, too, so that `as_bytes` reads them without a copy
+        of the whole.
+        """
         return [self.to_numpy(value) if self.owns(value) else value for value in values]
 
     def snapshot(self, value: Array) -> Array:
@@ -159,6 +163,10 @@ class Device(ABC):
     def write_segment(self, rank: Rank, segment_key: int, offset: int, value: Array) -> None:
         """Copy an array into a segment of shared memory, from byte ``offset`` on."""
         rank.segments[segment_key].view_array(tuple(value.shape), value.dtype, offset)[...] = self.to_numpy(value)
+
+    def empty_in_host_memory(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Return a new NumPy array of undefined content, for a large result that is copied into it."""
+        return np.empty(shape, dtype)
 
     def as_bytes(self, value: Array) -> Any:
         """Return an array's bytes: a vector of uint8, or an object with its ``size`` and a method ``copy_to``."""

@@ -195,7 +195,7 @@ class JaxDevice(CudaDevice):
         """Convert an array to NumPy, after it has been computed."""
         if not self._is_large(value):
             return np.asarray(value)
-        array = np.empty(value.shape, value.dtype)  # JAX's own copy takes twice as long
+        array = self.empty_in_host_memory(value.shape, value.dtype)  # JAX's own copy takes twice as long
         self.as_bytes(value).copy_to(array.reshape(-1).view(np.uint8), 0)
         return array
 
@@ -209,20 +209,21 @@ class JaxDevice(CudaDevice):
         # a stream of its own, with which NCCL's work is not ordered.
         return self._import_jax().device_put(np.array(array, order="C")).block_until_ready()
 
-    def to_numpy_many(self, values: Sequence[Any]) -> list[Any]:
+    def to_numpy_many(self, values: Sequence[Any], leaves_large: bool = False) -> list[Any]:
         """Convert arrays and log entries to NumPy, in one transfer; values of other types are returned unchanged."""
         logs = {id(value.log): value.log for value in values if isinstance(value, LogEntry)}.values()
         unread = [(log, log.get_arrays_to_copy()) for log in logs]
         arrays = [value for value in values if self.owns(value)]
-        copies = iter(self._copy_to_numpy(arrays + [array for _, log_arrays in unread for array in log_arrays]))
+        log_arrays = [array for _, arrays_of_log in unread for array in arrays_of_log]
+        copies = iter(self._copy_to_numpy(arrays + log_arrays, leaves_large))
         fetched = [next(copies) if self.owns(value) else value for value in values]
-        for log, log_arrays in unread:
-            if log_arrays:
-                log.store_copies([next(copies) for _ in log_arrays])
+        for log, arrays_of_log in unread:
+            if arrays_of_log:
+                log.store_copies([next(copies) for _ in arrays_of_log])
         return [value.read() if isinstance(value, LogEntry) else value for value in fetched]
 
-    def _copy_to_numpy(self, arrays: Sequence[Array]) -> list[np.ndarray]:
-        """Copy JAX arrays to NumPy, in one transfer if they are small."""
+    def _copy_to_numpy(self, arrays: Sequence[Array], leaves_large: bool) -> list[Any]:
+        """Copy JAX arrays to NumPy, in one transfer if they are small; for the parameter see `to_numpy_many`."""
         if arrays and self.is_on_gpu and self.stream is not None:
             # JAX's own copy of a scalar takes ten times as long.
             copies = self.staging.to_numpy_if_small(arrays)
@@ -233,7 +234,7 @@ class JaxDevice(CudaDevice):
         for array in arrays:
             if not self._is_large(array):
                 array.copy_to_host_async()
-        return [self.to_numpy(array) for array in arrays]
+        return [array if leaves_large and self._is_large(array) else self.to_numpy(array) for array in arrays]
 
 
 DEVICE = JaxDevice()

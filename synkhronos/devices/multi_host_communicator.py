@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -134,24 +135,26 @@ class MultiHostCommunicator(SharedMemoryCommunicator):
 
     def _reduce(
         self,
-        source: np.ndarray | None,
+        source: Any,
         target: np.ndarray | None,
         op: str,
         n_items: int,
         dtype: np.dtype,
         contributors: Sequence[int],
     ) -> None:
-        """Reduce ``source`` over the contributors into every ``target`` that is not None."""
+        """Reduce ``source``, an array or bytes of another kind, into every ``target`` that is not None."""
         rank, local_ranks, reduce_op = self._rank, self._local_ranks, REDUCE_OPS[op]
         accumulator = reduce_op.choose_accumulator_dtype(dtype)
         chunk_items = FRAME_NBYTES // accumulator.itemsize
         pending: list[tuple[int, int]] = []  # chunks whose results have not arrived: first element, number
-        local_index = rank.number - local_ranks.start
+        local_index, is_array = rank.number - local_ranks.start, isinstance(source, np.ndarray)
         for offset in range(0, n_items, chunk_items):
             count = min(chunk_items, n_items - offset)
             low, high = (count * i // len(local_ranks) for i in (local_index, local_index + 1))
             halves = [half[: count * dtype.itemsize].view(dtype) for half in self._switch_scratch_halves()]
-            if source is not None:
+            if source is not None and not is_array:
+                source.copy_to(as_bytes(halves[local_index]), offset * dtype.itemsize)
+            elif source is not None:
                 own_chunk = source[offset : offset + count]
                 halves[local_index][:low] = own_chunk[:low]
                 halves[local_index][high:] = own_chunk[high:]
@@ -159,7 +162,7 @@ class MultiHostCommunicator(SharedMemoryCommunicator):
             self._local_stream.wait_all_processed()
             inputs = [
                 source[offset + low : offset + high]
-                if r == rank.number and source is not None
+                if r == rank.number and is_array
                 else halves[r - local_ranks.start][low:high]
                 for r in contributors
                 if r in local_ranks

@@ -42,7 +42,7 @@ class NumpyDevice(Device):
         """Return a new array of undefined content."""
         return np.empty(shape, dtype)
 
-    def to_numpy_many(self, values: Sequence[Any]) -> list[Any]:
+    def to_numpy_many(self, values: Sequence[Any], leaves_large: bool = False) -> list[Any]:
         """Return the values unchanged, since arrays in host memory are fetched already."""
         return list(values)
 

@@ -71,7 +71,7 @@ class SharedMemoryCommunicator(Communicator):
 
     def reduce(
         self,
-        array: np.ndarray | None,
+        array: Any,
         op: str,
         root: int,
         out: np.ndarray | None,
@@ -80,7 +80,9 @@ class SharedMemoryCommunicator(Communicator):
     ) -> None:
         """Write the reduction of the contributors' arrays into the root's ``out``."""
         (shape, dtype), number = layout, self._rank.number
-        source = array.reshape(-1) if array is not None and number in contributors else None
+        source = None
+        if array is not None and number in contributors:
+            source = array.reshape(-1) if isinstance(array, np.ndarray) else array
         target = out.reshape(-1) if out is not None and number == root else None
         self._reduce(source, target, op, math.prod(shape), dtype, contributors)
 
@@ -150,7 +152,7 @@ class SharedMemoryCommunicator(Communicator):
 
     def _reduce(
         self,
-        source: np.ndarray | None,
+        source: Any,
         target: np.ndarray | None,
         op: str,
         n_items: int,
@@ -164,33 +166,38 @@ class SharedMemoryCommunicator(Communicator):
         Each chunk of a large array is divided into one share per rank, and takes two barriers.  Contributors publish
         their elements before the first one.  After it each rank reduces its share, and writes the result over rank 0's
         elements, which no other rank reads.  Ranks copy all shares after the second one.
+
+        ``source`` may be bytes of another kind, as in `Communicator.gather`: then chunks are copied as a whole.
         """
         rank, reduce_op = self._rank, REDUCE_OPS[op]
         if len(contributors) == 1 and rank.size == 1:
             if target is not None and source is not None and target is not source:
-                target[:] = source
+                copy_bytes(as_bytes(source), 0, as_bytes(target))
             return
         number, max_chunk_items = rank.number, SCRATCH_NBYTES // dtype.itemsize
         if n_items * dtype.itemsize * rank.size <= _MAX_SMALL_NBYTES:
             shared = self._switch_scratch_halves().view(dtype)
             if source is not None:
-                shared[number, :n_items] = source
+                copy_bytes(as_bytes(source), 0, as_bytes(shared[number, :n_items]))
             rank.barrier()
             if target is not None:
                 rows = slice(None) if len(contributors) == rank.size else list(contributors)
                 target[:] = reduce_op.reduce_first_axis(shared[rows, :n_items])
             return
+        is_array = isinstance(source, np.ndarray)
         for offset in range(0, n_items, max_chunk_items):
             count = min(max_chunk_items, n_items - offset)
             low, high = count * number // rank.size, count * (number + 1) // rank.size
             shared = self._switch_scratch_halves().view(dtype)
-            if source is not None:  # no other rank reads the elements of this rank's share
+            if source is not None and not is_array:
+                source.copy_to(as_bytes(shared[number, :count]), offset * dtype.itemsize)
+            elif source is not None:  # no other rank reads the elements of this rank's share
                 chunk = source[offset : offset + count]
                 shared[number, :low] = chunk[:low]
                 shared[number, high:count] = chunk[high:]
             rank.barrier()
             if high > low:
-                inputs = [chunk[low:high] if r == number else shared[r, low:high] for r in contributors]
+                inputs = [chunk[low:high] if r == number and is_array else shared[r, low:high] for r in contributors]
                 reduce_arrays(inputs, reduce_op, shared[0, low:high])
             rank.barrier()
             if target is not None:

@@ -175,8 +175,8 @@ class Engine:
         return 1
 
     def fetch_outputs(self, values: Sequence[Any]) -> list[Any]:
-        """Return outputs as NumPy arrays, after they have been computed."""
-        return self.device.to_numpy_many(values)
+        """Return outputs as NumPy arrays, after they have been computed; large ones may stay on a GPU."""
+        return self.device.to_numpy_many(values, leaves_large=True)
 
     def reduce_or_store_outputs(self, rank: Rank, outputs: ReducibleOutputs) -> Any:
         """Reduce this rank's outputs of a call, or store them until they are read.

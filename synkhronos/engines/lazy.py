@@ -298,7 +298,8 @@ class Result(_Mixin):
 class LazyEngine(Engine):
     """An engine whose functions may return before they have computed.
 
-    A call returns a `Result` for each output.  `fetch_outputs` must wait for the outputs and return NumPy arrays.
+    A call returns a `Result` for each output.  `fetch_outputs` must wait for the outputs, unless it leaves them on the
+    device.
     """
 
     def prepare_call(self, session: Session) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.devices import NUMPY, ArrayLayout
+from synkhronos.devices import NUMPY, ArrayLayout, find_device, get_rank_device
 from synkhronos.function.output_op import Accumulator, OutputOp
 from synkhronos.ranks import MAX_PAYLOAD_NBYTES, Rank
 
@@ -79,7 +79,9 @@ class RankOutputs(NamedTuple):
         return len(self.spec.ops)
 
     def with_values(self, values: list[Any]) -> RankOutputs:
-        """Return a copy with other values."""
+        """Return a copy with the values of `Engine.fetch_outputs`; those that are not reduced become NumPy arrays."""
+        ops = self.spec.ops if values else []
+        values = [_to_numpy(value) if op.name is None else value for value, op in zip(values, ops, strict=True)]
         return self._replace(values=values)
 
     def freeze(self, rank: Rank) -> RankOutputs:
@@ -243,7 +245,8 @@ def _reduce_records(outputs_by_call: Sequence[RankOutputs], records: np.ndarray)
 def _reduce_arrays(rank: Rank, outputs: RankOutputs) -> Any:
     """Reduce outputs of any shape.  All ranks gather the layouts; a communicator transfers large arrays."""
     arrays = [
-        None if op.name is None else np.asarray(v) for v, op in zip(outputs.values, outputs.spec.ops, strict=False)
+        None if op.name is None else v if find_device(v) is not NUMPY else np.asarray(v)
+        for v, op in zip(outputs.values, outputs.spec.ops, strict=False)
     ]
     own_entry: Any = (outputs.n_rows, [_pack_array(value) for value in arrays] if outputs.n_rows else [])
     entries = rank.all_gather(own_entry) if rank.size > 1 else [own_entry]
@@ -272,10 +275,18 @@ def _reduce_arrays(rank: Rank, outputs: RankOutputs) -> Any:
     return results if rank.is_master else None
 
 
-def _pack_array(value: np.ndarray | None) -> tuple[tuple[int, ...], str, bytes | None] | None:
+def _to_numpy(value: Any) -> Any:
+    """Convert an array on a device to NumPy; return other values unchanged."""
+    device = find_device(value)
+    return value if device is NUMPY else device.to_numpy(value)
+
+
+def _pack_array(value: Any) -> tuple[tuple[int, ...], str, bytes | None] | None:
     """Return an array's shape, dtype and, if it is small, bytes: these are pickled faster than an array."""
     if value is None:
         return None
+    if find_device(value) is not NUMPY:
+        return value.shape, value.dtype.str, None
     return value.shape, value.dtype.str, value.tobytes() if value.nbytes <= MAX_SMALL_NBYTES else None
 
 
@@ -295,16 +306,17 @@ def _check_shapes(rank: Rank, position: int, op: OutputOp, layouts: dict[int, Ar
         rank.raise_common_error(ValueError(message))
 
 
-def _gather_large_arrays(rank: Rank, value: np.ndarray | None, layouts: dict[int, ArrayLayout]) -> np.ndarray | None:
+def _gather_large_arrays(rank: Rank, value: Any, layouts: dict[int, ArrayLayout]) -> np.ndarray | None:
     """Concatenate large arrays along axis 0 in the master; ``value`` is None on a rank without rows."""
     communicator = NUMPY.get_communicator(rank)
     all_layouts = [layouts.get(r) for r in range(rank.size)]
-    own = None if value is None else np.ascontiguousarray(value)
+    own = None if value is None else find_device(value).as_bytes(value)
     if not rank.is_master:
         communicator.gather(own, rank.master_rank, all_layouts, None)
         return None
     (_, *rest), dtype = next(iter(layouts.values()))
-    joined = np.empty((sum(shape[0] for shape, _ in layouts.values()), *rest), dtype)
+    shape = sum(shape[0] for shape, _ in layouts.values()), *rest
+    joined = get_rank_device(rank).empty_in_host_memory(shape, dtype)
     out, start = [], 0
     for layout in all_layouts:
         length = 0 if layout is None else layout[0][0]
@@ -315,7 +327,7 @@ def _gather_large_arrays(rank: Rank, value: np.ndarray | None, layouts: dict[int
 
 
 def _reduce_large_arrays(
-    rank: Rank, op: OutputOp, value: np.ndarray | None, layouts: dict[int, ArrayLayout], weights: dict[int, int]
+    rank: Rank, op: OutputOp, value: Any, layouts: dict[int, ArrayLayout], weights: dict[int, int]
 ) -> np.ndarray | None:
     """Reduce large arrays into the master; each rank reduces a share of the elements.
 
@@ -323,12 +335,15 @@ def _reduce_large_arrays(
     """
     shape, dtype = next(iter(layouts.values()))
     accumulator_dtype = op.reduce_op.choose_accumulator_dtype(dtype)
-    own = None
+    own: Any = None
     if value is not None:
-        own = np.ascontiguousarray(value, accumulator_dtype)
+        device = find_device(value)
+        own = np.ascontiguousarray(value, accumulator_dtype) if device is NUMPY else value.astype(accumulator_dtype)
         if op.reduce_op.needs_row_counts:
-            own = np.multiply(own, weights[rank.number], dtype=accumulator_dtype)
-    out = np.empty(shape, accumulator_dtype) if rank.is_master else None
+            own = own * np.asarray(weights[rank.number], accumulator_dtype)
+        if device is not NUMPY:
+            own = device.as_bytes(own)
+    out = get_rank_device(rank).empty_in_host_memory(shape, accumulator_dtype) if rank.is_master else None
     op_name = "sum" if op.reduce_op.is_mean else str(op.name)
     NUMPY.get_communicator(rank).reduce(
         own, op_name, rank.master_rank, out, (shape, accumulator_dtype), sorted(layouts)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.devices import NUMPY
+from synkhronos.devices import NUMPY, find_device
 from synkhronos.engines import Runner
 from synkhronos.function.computation import DEFAULT_VARIANT, Computation
 from synkhronos.function.rank_mean import make_own_pace_error
@@ -66,7 +66,7 @@ class LocalFunction:
 
     def read(self, values: Sequence[Any]) -> list[np.ndarray]:
         """Wait for outputs of `launch` or `launch_many` and return them as NumPy arrays."""
-        return [np.asarray(value) for value in self._computation.engine.fetch_outputs(values)]
+        return [find_device(v).to_numpy(v) for v in self._computation.engine.fetch_outputs(values)]
 
     def _get_runner(self) -> Runner:
         """Return the function's runner; the first call compiles the function."""

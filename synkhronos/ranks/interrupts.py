@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Self, TypeAlias
 
@@ -24,6 +25,10 @@ MAX_DEFERRAL_SECONDS = 2.0
 SignalHandler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
 
 _SIGNALS = [int(member) for member in signal.valid_signals()]
+
+
+class NonRaisingHandler(partial[object]):
+    """Signal handler that raises no exception, and so need not be deferred."""
 
 
 class defer_signals:  # noqa: N801 - a block, as the functions of contextlib are
@@ -54,9 +59,9 @@ class defer_signals:  # noqa: N801 - a block, as the functions of contextlib are
         return self
 
     def _replace_handlers(self) -> None:
-        for signal_number in _SIGNALS:
-            handler = _getsignal(signal_number)
-            if callable(handler):  # else it is ignored, fatal, or was not installed by Python
+        for signal_number, handler in zip(_SIGNALS, map(_getsignal, _SIGNALS), strict=True):
+            # Else it is ignored, fatal, was not installed by Python, or can't raise.
+            if callable(handler) and type(handler) is not NonRaisingHandler:
                 self._handlers[signal_number] = handler
                 _setsignal(signal_number, self._handle_signal)
 

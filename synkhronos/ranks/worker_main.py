@@ -14,7 +14,6 @@ import stat
 import sys
 import traceback
 from collections.abc import Sequence
-from functools import partial
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -23,6 +22,7 @@ from synkhronos.ranks.child_process import JOB_SIGNALS, exit_with_parent, spawn
 from synkhronos.ranks.command import MAX_CACHED_COMMANDS, MAX_CACHED_NBYTES, Command
 from synkhronos.ranks.control_memory import AWAITS_COMMAND, AWAITS_COMPLETION, SLOT_NBYTES, ControlMemory
 from synkhronos.ranks.errors import Cancelled, ExceptionReport
+from synkhronos.ranks.interrupts import NonRaisingHandler
 from synkhronos.ranks.rank import Rank
 from synkhronos.ranks.segments import SegmentReceiver
 from synkhronos.ranks.thread_limit import ThreadLimit
@@ -194,7 +194,7 @@ def _detach_from_master(channel: socket.socket, master_pid: int) -> None:
     # Ctrl-C is sent to every process of the terminal; the master decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in JOB_SIGNALS:
-        signal.signal(number, partial(_handle_job_signal, master_pid))
+        signal.signal(number, NonRaisingHandler(_handle_job_signal, master_pid))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, *JOB_SIGNALS})
     for name in ("CHLD", "ALRM", "URG"):
         signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_DFL)

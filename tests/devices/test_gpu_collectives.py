@@ -73,6 +73,39 @@ def test_gpu_collectives_accept_any_size(fork, shape):
     synk.broadcast(w)
 
 
+def test_repeated_small_all_reduce_keeps_arrays_of_the_user(fork):
+    fork(N_RANKS)
+    w, values = make_filled_variable("float32")
+    add_one, user_arrays = synk.function([], [], updates=[(w, w + 1)]), []
+    expected = sum(values)
+    for i in range(6):
+        synk.all_reduce(w, "sum")
+        check_values(w, [expected] * N_RANKS)
+        if i % 2:
+            user_arrays.append((w.get_value(borrow=True, return_internal_type=True), expected))
+        if i == 3:
+            add_one()
+            expected = expected + 1
+        expected = expected * N_RANKS
+    for array, value in user_arrays:
+        np.testing.assert_array_equal(np.asarray(array), value)
+
+
+def test_ranks_of_different_shapes_keep_their_values_in_a_repeated_all_reduce(fork):
+    fork(N_RANKS)
+    w, values = make_filled_variable("float32")
+    for _ in range(2):
+        synk.all_reduce(w, "sum")
+    synk.set_value(1, w, np.ones((1, 5), "float32"))
+    with pytest.raises(ValueError, match="needs the same shape on all ranks"):
+        synk.all_reduce(w, "sum")
+    total = sum(values) * N_RANKS
+    check_values(w, [np.ones((1, 5), "float32") if r == 1 else total for r in range(N_RANKS)])
+    synk.set_value(1, w, total)
+    synk.all_reduce(w, "sum")
+    check_values(w, [total * N_RANKS] * N_RANKS)
+
+
 @pytest.mark.parametrize("n_rows", [0, 1, 4, 1 << 20, (1 << 20) + 1])
 def test_gpu_reduce_scatter_accepts_any_size(fork, n_rows):
     fork(N_RANKS)

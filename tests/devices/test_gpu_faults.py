@@ -24,7 +24,9 @@ from system import time_limit
 
 import synkhronos as synk
 from synkhronos import ranks
+from synkhronos.collectives.calls import get_all_reduce_command
 from synkhronos.devices.cuda.nccl import NcclCommunicator
+from synkhronos.ranks import Command
 
 pytestmark = ON_GPUS
 
@@ -181,6 +183,61 @@ def test_interrupt_after_the_start_of_an_all_reduce_keeps_the_result(fork, monke
     for w, array, total in zip(variables, arrays, sums, strict=True):
         assert w.get_value(borrow=True, return_internal_type=True) is not array
         np.testing.assert_array_equal(synk.gather(w), [total] * N_RANKS)
+
+
+class FailInRepeatedAllReduce(Command):
+    """A repeated all-reduce in which one rank fails instead of starting it."""
+
+    def __init__(self, command):
+        self.command = command
+
+    def run(self, rank):
+        communicator = GPU_DEVICE.get_communicator(rank)
+        if rank.number == 1:
+            communicator.all_reduce_into = raise_error
+        try:
+            self.command.run(rank)
+        finally:
+            vars(communicator).pop("all_reduce_into", None)
+
+
+def raise_error(*_):
+    time.sleep(0.1)  # the other ranks have started it
+    FAULTS["raise"]()
+
+
+def test_exception_in_a_repeated_all_reduce_keeps_the_values(fork):
+    fork(N_RANKS)
+    w, values = make_filled_variable("float32")
+    for _ in range(2):
+        synk.all_reduce(w, "sum")
+    command = get_all_reduce_command(ranks.get_session(), w, "sum", True)
+    with pytest.raises(synk.WorkerError, match="the sum is odd"):
+        ranks.get_session().run(FailInRepeatedAllReduce(command))
+    total = sum(values) * N_RANKS
+    np.testing.assert_array_equal(synk.gather(w), [total] * N_RANKS)
+    synk.all_reduce(w, "sum")
+    np.testing.assert_array_equal(synk.gather(w), [total * N_RANKS] * N_RANKS)
+
+
+@needs_jax
+def test_interrupt_in_a_repeated_all_reduce_changes_all_ranks_or_none(fork, monkeypatch):
+    fork(N_RANKS)
+    w, values = make_filled_variable("float32")
+    for _ in range(2):
+        synk.all_reduce(w, "sum")
+    all_reduce_into = NcclCommunicator.all_reduce_into
+
+    def interrupt(*arguments):
+        all_reduce_into(*arguments)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(NcclCommunicator, "all_reduce_into", interrupt)
+        synk.all_reduce(w, "sum")
+    total = sum(values) * N_RANKS
+    np.testing.assert_array_equal(synk.gather(w), [total] * N_RANKS)
+    check_ranks_work()
 
 
 def test_exception_before_a_collective_keeps_connections(fork):

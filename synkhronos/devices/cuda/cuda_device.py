@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import mmap
 import os
 from abc import abstractmethod
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
 
@@ -18,8 +20,11 @@ from synkhronos.devices.device import Device
 from synkhronos.devices.reduce_op import REDUCE_OPS
 from synkhronos.devices.selection import Buffers, Selection
 from synkhronos.patching import set_environment
-from synkhronos.ranks import ArrayLocation, Rank
+from synkhronos.ranks import ArrayLocation, Rank, count_available_cores
 from synkhronos.variable_types import Array
+
+#: Number of threads that make the pages of a large array in host memory, and bytes of an array that is large.
+_MAX_PAGE_THREADS, _MIN_PAGE_NBYTES = 4, 1 << 22
 
 
 class _GroupCommunicatorCache(dict[frozenset[int], NcclGroupCommunicator]):
@@ -131,6 +136,20 @@ class CudaDevice(Device):
         if self.is_on_gpu:
             return self.staging.read_segment(rank, location, rows)
         return super().read_segment(rank, location, rows)
+
+    def empty_in_host_memory(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Return a new NumPy array of undefined content whose pages exist, for a large result.
+
+        The system makes new pages at their first use.  For a single thread this takes several times as long as the
+        copy from the GPU.
+        """
+        array = np.empty(shape, dtype)
+        n_threads = min(_MAX_PAGE_THREADS, count_available_cores() // 2)
+        if self.is_on_gpu and array.nbytes > _MIN_PAGE_NBYTES and n_threads > 1:
+            pages = array.reshape(-1).view(np.uint8)[:: mmap.PAGESIZE]
+            with ThreadPoolExecutor(n_threads) as threads:
+                list(threads.map(lambda part: part.fill(0), np.array_split(pages, n_threads)))
+        return array
 
     def as_bytes(self, value: Array) -> Any:
         """Wait until an array is computed, and return its bytes."""

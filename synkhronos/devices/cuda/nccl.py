@@ -106,9 +106,14 @@ class NcclCommunicator(Communicator):
 
     def all_reduce(self, array: Array, op: str) -> None:
         """Enqueue an all-reduce of every rank's array, in place."""
+        self.all_reduce_into(array, op, array)
+
+    def all_reduce_into(self, array: Array, op: str, out: Array) -> None:
+        """Enqueue an all-reduce of every rank's array into ``out``, which may be the array itself."""
         address, n_items, dtype = self._prepare_buffer(array)
         if not n_items:
             return
+        target = address if out is array else self._array_device.get_pointer(out)
         self._staging.set_current_gpu()
         nbytes = n_items * array.dtype.itemsize
         if nbytes > _QUICK_NBYTES or not (self._enqueued_nbytes or self._watchdog.is_stream_idle()):
@@ -118,7 +123,7 @@ class NcclCommunicator(Communicator):
         self._watchdog.mark_started(self._connection)
         with self._nccl_lock:
             handle = self._connection.get_handle()
-            self._nccl.all_reduce(address, address, n_items, dtype, NCCL_OPS[op], handle, self._stream)
+            self._nccl.all_reduce(address, target, n_items, dtype, NCCL_OPS[op], handle, self._stream)
         if self._array_device.stream is None:
             self._wait_until_idle()
 
@@ -138,6 +143,19 @@ class NcclCommunicator(Communicator):
             return False
         self._watchdog.writes_in_place = False
         return True
+
+    @property
+    def max_early_nbytes(self) -> int:
+        """Number of bytes of an all-reduce that takes no longer than a launch; 0 where `all_reduce` waits."""
+        return 0 if self._array_device.stream is None else _QUICK_NBYTES
+
+    def compare_started(self, digest: bytes, on_poll: Callable[[], None]) -> tuple[bool, BaseException | None]:
+        """Compare the ranks' digests once this rank has started its collectives; abort them if the digests differ."""
+        have_all_started, interrupt = self._watchdog.compare_started(digest, on_poll)
+        if not have_all_started:
+            self._enqueued_nbytes = 0
+            self._watchdog.abort(self._connection)
+        return have_all_started, interrupt
 
     # -- blocking operations ---------------------------------------------------------------------------------
 

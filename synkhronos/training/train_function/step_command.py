@@ -96,7 +96,7 @@ class StepCommand(_StepCommandFields, Command):
             if rank.size > 1:
                 plan = self.all_reduce.agree_on_plan(rank)
                 plan.all_reduce(rank, self.op)
-                plan.wait_until_started(rank)
+                plan.wait_until_started()
         # Ranks wait for each other while they compile.
         return loss, rank.run_on_all_or_no_rank(update.run, is_collective=self.update.needs_compile)
 

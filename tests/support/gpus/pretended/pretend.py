@@ -20,6 +20,7 @@ beside this file are small stand-ins for those that the library calls:
 
 import ctypes
 import functools
+import time
 
 #: Functions in C, by their names in `LaunchState`: alive as long as the process.
 _CALLBACKS = {}
@@ -55,6 +56,7 @@ def find_function_addresses():
 def install():
     """Let the library treat JAX arrays on the CPU as arrays on GPUs."""
     import cuda.core
+    from nccl import wire
 
     import synkhronos.devices.cuda
     from synkhronos.devices.jax import xla_communicator
@@ -98,3 +100,11 @@ def install():
         launched(self, results)
 
     JaxDevice.after_launch = launched_and_done
+    rewrap = JaxDevice.rewrap
+
+    def rewrap_when_done(self, value, is_complete=False):
+        while not is_complete and wire.is_busy():
+            time.sleep(0.001)
+        return rewrap(self, value, is_complete)
+
+    JaxDevice.rewrap = rewrap_when_done

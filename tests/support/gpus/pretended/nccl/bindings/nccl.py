@@ -2,12 +2,15 @@
 
 import ctypes
 import functools
+import threading
 
 import numpy as np
 
 from nccl import wire
 
 _links = []
+#: Seconds after which an operation that is not in place is left to a thread.
+_MAX_CALL_SECONDS = 0.5
 #: Operations of the open group: arrays to send, and targets of received arrays; None if no group is open.
 _group = None
 
@@ -31,7 +34,14 @@ def _collective(kind, parameters, source, target, count, dtype, handle, receiver
 
 
 def all_reduce(source, target, count, dtype, op, handle, stream):
-    _collective("reduce", (dtype, op, None), source, target, count, dtype, handle)
+    arguments = "reduce", (dtype, op, None), source, target, count, dtype, handle
+    if source == target or stream is None:
+        _collective(*arguments)
+        return
+    # The library may start it before it knows whether the peers do, and then aborts it from this thread.
+    thread = threading.Thread(target=_collective, args=arguments, daemon=True)
+    thread.start()
+    thread.join(_MAX_CALL_SECONDS)
 
 
 def reduce(source, target, count, dtype, op, root, handle, stream):
