@@ -113,7 +113,7 @@ class NcclCommunicator(Communicator):
         address, n_items, dtype = self._prepare_buffer(array)
         if not n_items:
             return
-        target = address if out is array else self._array_device.get_pointer(out)
+        target = address if out is array else self._array_device.get_address(out)
         self._staging.set_current_gpu()
         nbytes = n_items * array.dtype.itemsize
         if nbytes > _QUICK_NBYTES or not (self._enqueued_nbytes or self._watchdog.is_stream_idle()):
