@@ -96,14 +96,14 @@ def run_train(options: argparse.Namespace, environment: dict[str, str]) -> tuple
 
 def run_collectives(options: argparse.Namespace, environment: dict[str, str]) -> tuple[str, str]:
     """Run all collectives; results as for `run_train`."""
-    printed = run_program("collectives", options, environment)
+    printed = run_program("run_collectives", options, environment)
     return f"{len(printed.splitlines())} digests", printed
 
 
 def run_faults(options: argparse.Namespace, environment: dict[str, str]) -> tuple[str, str]:
     """Cause failures; results as for `run_train`.  The killed rank differs between layouts."""
     # mpirun may report the killed process in lines of its own.
-    lines = run_program("faults", options, environment).splitlines()
+    lines = run_program("fail_and_reconnect", options, environment).splitlines()
     return next(line for line in lines if "was reported" in line), next(line for line in lines if line.isdecimal())
 
 

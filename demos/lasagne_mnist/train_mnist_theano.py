@@ -1,6 +1,6 @@
 """Train a network on handwritten digits in one process, with plain functions of the graph library.
 
-The serial program that the other two scripts are to be compared with; their option --compare runs it. Its functions
+The serial script that the other two scripts are to be compared with; their option --compare runs it. Its functions
 are Theano's own (PyTensor's, where that is installed).
 """
 

@@ -1,7 +1,7 @@
 """Train a network on MNIST on all cores, then in one process, and compare.
 
 The network is plain PyTensor or Theano code (class `MLP`). `train_on_all_ranks` trains it data-parallel with four
-calls of Synkhronos; `train_in_one_process` is the serial program. Both start from the same weights and use the
+calls of Synkhronos; `train_in_one_process` is the serial script. Both start from the same weights and use the
 same batches. Dropout masks differ between ranks, so that the curves are similar; with ``--dropout 0`` they agree.
 
 Run it with ``python3 run.py mnist``; ``python3 run.py mnist --help`` lists the options.

@@ -1,6 +1,6 @@
 """Train a residual network on images in one process, with plain functions of the graph library.
 
-The serial program that train_resnet.py is to be compared with; its option --compare runs this. The functions are
+The serial script that train_resnet.py is to be compared with; its option --compare runs this. The functions are
 Theano's own (PyTensor's, where Theano is not installed).
 """
 

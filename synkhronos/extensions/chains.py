@@ -41,7 +41,7 @@ _MEASURE_SECONDS = 0.3
 #: Maximal seconds until all chains are ready to be measured.
 _READY_SECONDS = 120.0
 
-#: Result of `find_chain` in a process that `set_chain` was called in.
+#: Result of `find_chain` in a process that has called `set_chain`.
 _chain: tuple[int, int] | None = None
 
 
@@ -70,14 +70,15 @@ def find_chain() -> tuple[int, int] | None:
 
 
 def can_fork_computation(session: Session) -> bool:
-    """Whether forked processes can compute, or start ranks, beside a session: not if its ranks use GPUs."""
+    """Whether forked processes can compute or start ranks while a session runs: not if its ranks use GPUs."""
     return get_rank_device(session.rank) is NUMPY
 
 
 def start_chain_ranks(max_ranks: int | None = None) -> bool:
-    """Start the ranks of this process's chain, which end with this process: its share, but at most ``max_ranks``.
+    """Start this chain's share of the ranks, at most ``max_ranks``; return whether ranks were started.
 
-    Return False if this process samples no chain, or the master has no ranks or has them on GPUs.
+    None are started if this process samples no chain, or if the master has no ranks or has them on GPUs.  The ranks end
+    with this process.
     """
     inherited, chain = ranks.get_inherited_session(), find_chain()
     if inherited is None or chain is None or not can_fork_computation(inherited):
@@ -92,9 +93,9 @@ def start_chain_ranks(max_ranks: int | None = None) -> bool:
 
 
 def measure_evaluation_rate(evaluate: Callable[[], Any], n_chains: int) -> float:
-    """Return the number of calls of a function per second, added up over chains that are sampled at a time.
+    """Measure the calls of a function per second, added up over chains that are sampled at a time.
 
-    Each chain has a process of its own if there are several.
+    With several chains, each one is measured in a forked process of its own.
     """
     if n_chains == 1:
         evaluate()

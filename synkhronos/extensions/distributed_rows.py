@@ -22,7 +22,7 @@ from synkhronos.data import Data
 from synkhronos.data.array import ReadOnlyData
 from synkhronos.data.rows import get_share
 from synkhronos.devices import NUMPY, Device
-from synkhronos.extensions.row_slices import SlicedSum, plan_queued_slices, plan_rank_slices
+from synkhronos.extensions.row_slices import SlicedSum, compute_queued_slice_bounds, compute_rank_slice_bounds
 from synkhronos.graph_libraries import get_library
 from synkhronos.ranks import Command, Rank, Session
 
@@ -63,27 +63,27 @@ class DistributedRows:
     ----------
     variables, shareds : list of variable
         The symbolic inputs, and the shared variables that take their places on the ranks.
-    count : int
+    n_rows : int
         Number of rows that are scattered.
     slice_bounds : list of int
         First row of each slice that ranks on CPU cores compute, and the number of rows; empty on GPUs.
-    inherited : list of ndarray
+    inherited_rows : list of ndarray
         In the process of a chain, the rows when its ranks were started.
-    ranks_have_all : bool
+    ranks_have_all_rows : bool
         Whether each rank has inherited all rows, and not only its share.
     """
 
     def __init__(self, rows: Mapping[Any, Any]):
-        self.variables, self._sources = _check_rows(rows)
+        self.variables, self._sources = _parse_rows(rows)
         self.shareds = [_make_shared(variable) for variable in self.variables]
-        self.count = 0
+        self.n_rows = 0
         self.slice_bounds: list[int] = []
-        self.inherited: list[Any] = []
-        self.ranks_have_all = False
-        self._inherited_values: list[Any] = []
+        self.inherited_rows: list[Any] = []
+        self.ranks_have_all_rows = False
+        self._inherited_arrays: list[Any] = []
         #: Arrays of the sources, their samples, and the session, when the rows were scattered.
-        self._scattered: list[Any] = []
-        self._samples: list[Any] = []
+        self._scattered_arrays: list[Any] = []
+        self._scattered_samples: list[Any] = []
         self._session: weakref.ref[Session] | None = None
 
     @property
@@ -92,42 +92,42 @@ class DistributedRows:
         return None if self._session is None else self._session()
 
     def ensure_scattered(self, session: Session, device: Device, distributed_sum: SlicedSum) -> bool:
-        """Scatter the rows, or return False if neither they nor the session have changed since the last call.
+        """Scatter the rows if they or the session have changed since the last call; return whether they were scattered.
 
         ``device`` computes the functions of ``distributed_sum``, whose rows these are.
         """
         arrays = self._list_arrays()
         # The process of a chain only samples, so its copies of the arrays do not change.
-        samples = [] if self.inherited else [_take_sample(values) for values in arrays]
-        is_unchanged = self.session is session and samples == self._samples
-        if is_unchanged and all(map(operator.is_, arrays, self._scattered)):
+        samples = [] if self.inherited_rows else [_take_sample(values) for values in arrays]
+        is_unchanged = self.session is session and samples == self._scattered_samples
+        if is_unchanged and all(map(operator.is_, arrays, self._scattered_arrays)):
             return False
-        has_inherited = len(self.inherited) > 0 and all(map(operator.is_, arrays, self._inherited_values))
-        rows = self.inherited if has_inherited else list(map(get_rows, self._sources))
-        count = _check_lengths(self.variables, rows)
+        has_inherited = len(self.inherited_rows) > 0 and all(map(operator.is_, arrays, self._inherited_arrays))
+        rows = self.inherited_rows if has_inherited else list(map(get_rows, self._sources))
+        n_rows = _count_rows(self.variables, rows)
         self._session = None  # an error may leave some of the rows as they were
-        self.slice_bounds, self.ranks_have_all = [], False
-        if count:
+        self.slice_bounds, self.ranks_have_all_rows = [], False
+        if n_rows:
             if has_inherited and session.has_forked_workers:
                 with session.call_lock:
                     session.begin_call()
                     session.run(LoadInheritedRows(distribute_variables(session, self.shareds), distributed_sum))
-                self.ranks_have_all = session.rank.size > 1
+                self.ranks_have_all_rows = session.rank.size > 1
             else:
                 scatter(self.shareds, rows)
             if device is NUMPY:  # GPUs take all rows at once
                 nbytes = sum(np.dtype(values.dtype).itemsize * math.prod(values.shape) for values in rows)
-                plan = plan_queued_slices if self.ranks_have_all else plan_rank_slices
-                self.slice_bounds = plan(count, nbytes, session.rank.size)
-        self._scattered, self._samples, self.count = arrays, samples, count
+                compute_bounds = compute_queued_slice_bounds if self.ranks_have_all_rows else compute_rank_slice_bounds
+                self.slice_bounds = compute_bounds(n_rows, nbytes, session.rank.size)
+        self._scattered_arrays, self._scattered_samples, self.n_rows = arrays, samples, n_rows
         self._session = weakref.ref(session)
         return True
 
-    def inherit(self) -> None:
+    def keep_for_fork(self) -> None:
         """Keep the rows for ranks that this process forks next."""
-        self._inherited_values = self._list_arrays()
+        self._inherited_arrays = self._list_arrays()
         rows = map(get_rows, self._sources)
-        self.inherited = [v if isinstance(v, Data) else np.ascontiguousarray(v) for v in rows]
+        self.inherited_rows = [v if isinstance(v, Data) else np.ascontiguousarray(v) for v in rows]
 
     def _list_arrays(self) -> list[Any]:
         """Return the arrays that the rows depend on; the same objects until ``set_value`` is called."""
@@ -149,14 +149,14 @@ class LoadInheritedRows(Command):
 
     def run(self, rank: Rank) -> None:
         """Put views of this rank's rows into the variables' containers, or copies where rows are not contiguous."""
-        for key, values in zip(self.keys, self.distributed_sum.rows.inherited, strict=True):
+        for key, values in zip(self.keys, self.distributed_sum.rows.inherited_rows, strict=True):
             shared = rank.get_object(key)
             rows = values[get_share(len(values), rank.size, rank.number)]
             get_library(shared).store_value(shared, np.ascontiguousarray(rows))
 
 
-def _check_rows(rows: Any) -> tuple[list[Any], list[Any]]:
-    """Return the symbolic inputs and the sources of their values."""
+def _parse_rows(rows: Any) -> tuple[list[Any], list[Any]]:
+    """Return the symbolic inputs of checked rows, and the sources of their values."""
     if not isinstance(rows, Mapping) or not rows:
         raise TypeError(f"rows: expected a dict of at least one variable and its values, got {rows!r}")
     sources = []
@@ -167,18 +167,19 @@ def _check_rows(rows: Any) -> tuple[list[Any], list[Any]]:
             raise TypeError(f"rows: expected a symbolic input as key, got {describe(variable)}")
         if variable.ndim == 0 or variable.type.shape[0] is not None:
             raise ValueError(f"rows: {describe(variable)} of type {variable.type} has no rows to share out")
-        sources.append(_check_row_values(variable, value))
-    _check_lengths(rows, list(map(get_rows, sources)))
+        sources.append(_to_source(variable, value))
+    _count_rows(rows, list(map(get_rows, sources)))
     return list(rows), sources
 
 
-def _check_row_values(variable: Variable, value: Any) -> Any:
+def _to_source(variable: Variable, value: Any) -> Any:
+    """Return a source of the variable's dtype and number of dimensions; raise TypeError or ValueError if impossible."""
     if isinstance(value, SharedVariable | ComputedRows | Data):
-        kind = value.type if isinstance(value, SharedVariable) else get_rows(value)
-        if (kind.dtype, kind.ndim) != (variable.dtype, variable.ndim):
+        array_type = value.type if isinstance(value, SharedVariable) else get_rows(value)
+        if (array_type.dtype, array_type.ndim) != (variable.dtype, variable.ndim):
             raise TypeError(
                 f"rows: {describe(variable)} needs values of {variable.dtype} and {variable.ndim} dimensions, got "
-                f"{value!r} of {kind.dtype} and {kind.ndim}"
+                f"{value!r} of {array_type.dtype} and {array_type.ndim}"
             )
         return value
     try:
@@ -190,12 +191,12 @@ def _check_row_values(variable: Variable, value: Any) -> Any:
         ) from None
 
 
-def _check_lengths(variables: Iterable[Variable], values: Sequence[Any]) -> int:
+def _count_rows(variables: Iterable[Variable], values: Sequence[Any]) -> int:
     """Return the number of rows; raise ValueError if it differs between the values."""
     lengths = list(map(len, values))
     if len(set(lengths)) > 1:
-        named = dict(zip(map(describe, variables), lengths, strict=True))
-        raise ValueError(f"rows: expected the same number of rows for each input, got {named}")
+        lengths_by_name = dict(zip(map(describe, variables), lengths, strict=True))
+        raise ValueError(f"rows: expected the same number of rows for each input, got {lengths_by_name}")
     return lengths[0]
 
 
@@ -210,7 +211,7 @@ def get_values(data: Any) -> Any:
 
 
 def _take_sample(values: Any) -> Any:
-    """Return shape and sampled bytes of an array, to find changes in place; None for read-only data."""
+    """Return shape and sampled bytes of an array, by which changes in place are found; None for read-only data."""
     if isinstance(values, ReadOnlyData):
         return None
     array = np.asarray(values)

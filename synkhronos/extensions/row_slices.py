@@ -7,7 +7,7 @@ row of a table, also in shared memory.  At the end the master adds the rows of t
     rank 1                    │ slices 1, 5    │
     rank 2                    │ slices 2, 6    │
 
-A rank whose core is slow would delay the others.  So ranks that have all rows, as the ranks of a chain do, take the
+A rank on a slow core would delay the others.  Therefore ranks that have all rows, as the ranks of a chain do, take
 slices from a queue, the large ones first.  The sum does not depend on which rank computed a slice.
 """
 
@@ -30,7 +30,7 @@ from synkhronos.function.outputs import RankOutputs
 from synkhronos.graph_libraries.library import get_storage
 from synkhronos.ranks import ArrayLocation, Command, Rank, Session
 
-__all__ = ["PreparedSum", "SlicedSum", "create_slice_queue", "plan_queued_slices", "plan_rank_slices"]
+__all__ = ["PreparedSum", "SlicedSum", "create_slice_queue", "compute_queued_slice_bounds", "compute_rank_slice_bounds"]
 
 #: Maximal number of slices in a `SliceQueue`: a number is one byte.
 MAX_QUEUED_SLICES = 256
@@ -45,8 +45,8 @@ _MIN_SLICE_NBYTES = 64 << 10
 _MAX_SLICES_PER_SHARE = 25
 
 
-def plan_rank_slices(n_rows: int, nbytes: int, n_ranks: int) -> list[int]:
-    """Return the first row of each slice, and the number of rows: each rank's share in equal parts.
+def compute_rank_slice_bounds(n_rows: int, nbytes: int, n_ranks: int) -> list[int]:
+    """Return the first row of each slice, then the number of rows.  Each rank's share is divided into equal slices.
 
     ``nbytes`` is the size of all rows.
     """
@@ -60,8 +60,8 @@ def plan_rank_slices(n_rows: int, nbytes: int, n_ranks: int) -> list[int]:
     return [*starts, n_rows]
 
 
-def plan_queued_slices(n_rows: int, nbytes: int, n_ranks: int) -> list[int]:
-    """Return the first row of each slice of a queue, and the number of rows: ever smaller slices.
+def compute_queued_slice_bounds(n_rows: int, nbytes: int, n_ranks: int) -> list[int]:
+    """Return the first row of each slice of a queue, then the number of rows.  No slice is longer than the one before.
 
     ``nbytes`` is the size of all rows.
     """
@@ -122,8 +122,8 @@ class SlicedRows(Protocol):
 
     shareds: list[Any]
     slice_bounds: list[int]
-    inherited: list[Any]
-    ranks_have_all: bool
+    inherited_rows: list[Any]
+    ranks_have_all_rows: bool
 
 
 class SlicedSum(Protocol):
@@ -166,12 +166,12 @@ class ComputeSlices(_ComputeSlicesFields, Command):
             rows, first_row = own_rows, share.start
             slice_numbers: Iterable[int] = range(bisect_left(bounds, share.start), bisect_left(bounds, share.stop))
         else:
-            rows, first_row, slice_numbers = self.distributed_sum.rows.inherited, 0, _get_slice_queue()
+            rows, first_row, slice_numbers = self.distributed_sum.rows.inherited_rows, 0, _get_slice_queue()
         try:
             for i in slice_numbers:
-                span = slice(bounds[i] - first_row, bounds[i + 1] - first_row)
+                slice_range = slice(bounds[i] - first_row, bounds[i + 1] - first_row)
                 for storage, values in zip(storages, rows, strict=True):
-                    storage[0] = values[span]
+                    storage[0] = values[slice_range]
                 (result,) = compiled.runner(*inputs)
                 if result.shape != table.shape[1:]:
                     raise ValueError(f"expected a result of shape {table.shape[1:]}, got {result.shape}")
@@ -214,7 +214,7 @@ class PreparedSum:
             get_array_location(self._data[-1]),
             tuple(rows.slice_bounds),
             distribute_variables(session, rows.shareds),
-            distributed_sum if rows.ranks_have_all else None,
+            distributed_sum if rows.ranks_have_all_rows else None,
         )
 
     def can_compute(self, arguments: Sequence[np.ndarray]) -> bool:

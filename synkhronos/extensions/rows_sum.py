@@ -61,7 +61,7 @@ __all__ = ["sum_over_rows"]
 warnings.filterwarnings("ignore", "Numba will use object mode to run SumOverRows")
 
 Variables = Sequence[Variable]
-_counter = itertools.count()
+_numbers = itertools.count()
 #: The sums of this process by process id and number: unpickling in this process returns the original.
 _sums: weakref.WeakValueDictionary[tuple[int, int], DistributedSum] = weakref.WeakValueDictionary()
 
@@ -130,7 +130,7 @@ class DistributedSum:
     ----------
     terms, rows, name
         As in `sum_over_rows`.
-    variables : sequence of variable, optional
+    gradient_order : sequence of variable, optional
         Variables in whose order the surrounding function has its gradients.  PyTensor's rewrites depend on this order,
         and with them which gradients are finite far from the data: the parameters have the same order.
 
@@ -147,17 +147,19 @@ class DistributedSum:
         Evaluates for threads that a sampler started, in other processes.
     """
 
-    def __init__(self, terms: Variable, rows: Mapping[Any, Any], name: str | None, variables: Sequence[Variable] = ()):
-        self._key = os.getpid(), next(_counter)
+    def __init__(
+        self, terms: Variable, rows: Mapping[Any, Any], name: str | None, gradient_order: Sequence[Variable] = ()
+    ):
+        self._key = os.getpid(), next(_numbers)
         self.name = name or f"sum_over_rows_{self._key[1]}"
         terms = _check_terms(terms)
         self.rows = DistributedRows(rows)
         nodes = select_rank_nodes(terms, self.rows.variables)
-        self.params = sort_params(find_params(nodes, self.rows.variables), variables)
+        self.params = sort_params(find_params(nodes, self.rows.variables), gradient_order)
         self.float_positions = [i for i, param in enumerate(self.params) if param.dtype in float_dtypes]
         self._inputs = [param.type(f"{param.name or 'parameter'}_{i}") for i, param in enumerate(self.params)]
-        replaced = dict(zip([*self.params, *self.rows.variables], [*self._inputs, *self.rows.shareds], strict=True))
-        terms = replace_variables(terms, nodes, replaced)
+        replacements = dict(zip([*self.params, *self.rows.variables], [*self._inputs, *self.rows.shareds], strict=True))
+        terms = replace_variables(terms, nodes, replacements)
         self.total = pt.sum(terms, dtype=terms.dtype)
         self.max_chain_ranks: int | None = None
         self.remote_evaluator: Any = None
@@ -175,8 +177,8 @@ class DistributedSum:
         """Rewrite the sum before its gradient is built."""
         return rewrite_graph(total, include=("canonicalize", "stabilize"))
 
-    def stop_at_exit(self, error: ranks.WorkerError) -> None:
-        """Do nothing before the error of a worker is raised."""
+    def handle_worker_error(self, error: ranks.WorkerError) -> None:
+        """Handle a worker's error before it is raised; the base class does nothing."""
 
     # -- functions on the ranks ------------------------------------------------------------------------------
 
@@ -210,8 +212,14 @@ class DistributedSum:
     def _product_function(self) -> tuple[Function, list[Any]]:
         directions = [self._inputs[i].type(f"direction_{i}") for i in self.float_positions]
         wrt = [self._inputs[i] for i in self.float_positions]
-        along = pt.add(0, *[pt.sum(g * v) for g, v in zip(self._value_and_gradients[1:], directions, strict=True)])
-        products = grad(along, wrt, disconnected_inputs="ignore")
+        directional_derivative = pt.add(
+            0,
+            *[
+                pt.sum(gradient * direction)
+                for gradient, direction in zip(self._value_and_gradients[1:], directions, strict=True)
+            ],
+        )
+        products = grad(directional_derivative, wrt, disconnected_inputs="ignore")
         return self._compile("product", [*self._inputs, *directions], list(products))
 
     def _compile(self, quantity: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[Function, list[Any]]:
@@ -236,7 +244,7 @@ class DistributedSum:
             return pt.switch(condition, value, -np.inf)
 
         outputs = [*replace_checks(outputs, replace_check), *failures]
-        # One output, and so one reduction.
+        # One output needs one reduction.
         is_scalar = len(outputs) == 1 and outputs[0].ndim == 0
         joined = outputs[0] if is_scalar else pt.concatenate([output.ravel() for output in outputs])
         compiled = function(
@@ -309,21 +317,21 @@ class DistributedSum:
         self, compiled: tuple[Function, list[Any]], arguments: Sequence[np.ndarray], templates: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
         """Call a function on the ranks, and split its result into arrays of the shapes and dtypes of `templates`."""
-        if not self.rows.count:
+        if not self.rows.n_rows:
             return [np.zeros_like(template) for template in templates]
         function, checks = compiled
         result_size = sum(template.size for template in templates) + len(checks)
         call = partial(self._call_function, function, result_size, *arguments)
         try:
             joined = call(*[np.ones(len(checks), bool)] if checks else [])
-            holds = joined[joined.size - len(checks) :] == 0
-            if not holds.all():
-                for check in itertools.compress(checks, ~holds):
+            holds_everywhere = joined[joined.size - len(checks) :] == 0
+            if not holds_everywhere.all():
+                for check in itertools.compress(checks, ~holds_everywhere):
                     if not check.can_be_replaced_by_ninf:
                         raise check.exc_type(check.msg)
-                joined = call(holds)
+                joined = call(holds_everywhere)
         except ranks.WorkerError as error:
-            self.stop_at_exit(error)
+            self.handle_worker_error(error)
             raise
         except NotImplementedError as error:
             raise NotImplementedError(
@@ -374,9 +382,9 @@ class DistributedSum:
             if ranks.get_inherited_session() is None:
                 raise
             for distributed_sum in list(_sums.values()):
-                distributed_sum.rows.inherit()
+                distributed_sum.rows.keep_for_fork()
             if not start_chain_ranks(self.max_chain_ranks):
-                raise RuntimeError(_WRONG_PROCESS) from error
+                raise RuntimeError(_WRONG_PROCESS_MESSAGE) from error
             return ranks.get_session()
 
 
@@ -394,10 +402,10 @@ class _MissingSum:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise RuntimeError(_WRONG_PROCESS)
+        raise RuntimeError(_WRONG_PROCESS_MESSAGE)
 
 
-_WRONG_PROCESS = (
+_WRONG_PROCESS_MESSAGE = (
     "a sum over rows can be evaluated only by the process that called synkhronos.fork(), and by processes that PyMC "
     'forks for chains while the ranks are on CPU cores: pass mp_ctx="fork" to pm.sample, or cores=1: chains then run '
     "one after another, each on all ranks. For the paths of pymc-extras' pathfinder, pass concurrent=None"

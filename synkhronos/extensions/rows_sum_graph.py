@@ -29,23 +29,23 @@ def select_rank_nodes(terms: Variable, rows: Sequence[Any]) -> list[Apply]:
     ``sigma = exp(log_sigma)`` alone they could not make ``log(sigma)`` and its gradient finite where ``sigma`` is 0.
     """
     nodes = get_library(terms).sort_nodes([terms])
-    read = {terms, *(variable for node in nodes for variable in node.inputs)}
-    unused = [describe(variable) for variable in rows if variable not in read]
+    read_variables = {terms, *(variable for node in nodes for variable in node.inputs)}
+    unused = [describe(variable) for variable in rows if variable not in read_variables]
     if unused:
         raise ValueError(f"rows: the terms are not computed from {', '.join(unused)}")
-    depends = set(rows)
-    fixed = {v for v in read if isinstance(v, Constant) and np.size(v.data) <= _MAX_CONSTANT_SIZE}
+    row_dependent = set(rows)
+    constants = {v for v in read_variables if isinstance(v, Constant) and np.size(v.data) <= _MAX_CONSTANT_SIZE}
     for node in nodes:
-        if not depends.isdisjoint(node.inputs):
-            depends.update(node.outputs)
-        if fixed.issuperset(node.inputs):
-            fixed.update(node.outputs)
+        if not row_dependent.isdisjoint(node.inputs):
+            row_dependent.update(node.outputs)
+        if constants.issuperset(node.inputs):
+            constants.update(node.outputs)
     needed = {terms}
     selected = []
     for node in reversed(nodes):
         needed_outputs = needed.intersection(node.outputs)
         if needed_outputs and (
-            not needed_outputs.isdisjoint(depends | fixed)
+            not needed_outputs.isdisjoint(row_dependent | constants)
             or not all(map(_is_array, needed_outputs))
             or isinstance(node.op, DimShuffle)
             or _is_cheap(node)
@@ -68,20 +68,20 @@ def find_params(selected: Sequence[Apply], rows: Sequence[Any]) -> list[Any]:
     return list(params)
 
 
-def sort_params(params: Sequence[SharedVariable], variables: Sequence[Variable]) -> list[Any]:
+def sort_params(params: Sequence[SharedVariable], variable_order: Sequence[Variable]) -> list[Any]:
     """Return the parameters in the order of the first of some variables that each is computed from."""
-    position = {variable: i for i, variable in enumerate(variables)}
+    position = {variable: i for i, variable in enumerate(variable_order)}
     return sorted(params, key=lambda param: min(position.get(v, len(position)) for v in ancestors([param])))
 
 
-def replace_variables(variable: Variable, nodes: Sequence[Apply], replaced: Mapping[Any, Any]) -> Any:
-    """Return `variable` recomputed with the variables in ``replaced``; ``nodes`` is its graph in topological order."""
-    new_variables = dict(replaced)
+def replace_variables(variable: Variable, nodes: Sequence[Apply], replacements: Mapping[Any, Any]) -> Any:
+    """Return `variable` with ``replacements`` in its graph; ``nodes`` is the graph in topological order."""
+    new_variables = dict(replacements)
     for node in nodes:
         if not new_variables.keys().isdisjoint(node.inputs):
             new_node = node.clone_with_new_inputs([new_variables.get(v, v) for v in node.inputs], strict=False)
             outputs = zip(node.outputs, new_node.outputs, strict=True)
-            new_variables.update((output, new_output) for output, new_output in outputs if output not in replaced)
+            new_variables.update((output, new_output) for output, new_output in outputs if output not in replacements)
     return new_variables.get(variable, variable)
 
 
@@ -103,7 +103,7 @@ def _is_array(variable: Variable) -> bool:
 
 
 def _is_cheap(node: Apply) -> bool:
-    """Whether a node computes small arrays from small arrays."""
+    """Whether a node of PyTensor or PyMC computes small arrays from small arrays."""
     arrays = [*node.inputs, *node.outputs]
     op = getattr(node.op, "scalar_op", node.op)
     # Users' Ops may have state or effects, and stay in the master.

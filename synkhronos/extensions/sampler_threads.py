@@ -30,18 +30,18 @@ class WorkerExitInterrupt(ranks.WorkerError, KeyboardInterrupt):
     """
 
 
-def stop_sampler(error: ranks.WorkerError, failed: Any) -> NoReturn:
-    """Warn, stop the sampler whose thread this is, and raise the interrupt for PyMC's samplers.
+def stop_sampler(error: ranks.WorkerError, failed_object: Any) -> NoReturn:
+    """Warn, stop the sampler that this thread belongs to, and raise `WorkerExitInterrupt`.
 
-    ``failed`` is the `Session` or the `ChainServers` that have failed.  Each failure interrupts the main thread once: a
-    second interrupt would stop the main thread while it collects the draws.
+    ``failed_object`` is the `Session` or `ChainServers` that has failed.  Each failure interrupts the main thread once:
+    a second interrupt would stop the main thread while it collects the draws.
     """
     global _last_failed
     warnings.warn(f"stopped early, with the results so far: {error}", RuntimeWarning, stacklevel=3)
     if is_foreign_thread():
         with _interrupt_lock:
-            if _last_failed is None or _last_failed() is not failed:
-                _last_failed = weakref.ref(failed)
+            if _last_failed is None or _last_failed() is not failed_object:
+                _last_failed = weakref.ref(failed_object)
                 _thread.interrupt_main()
         # The main thread stops the sampler's threads.  Until then they wait here: without a density they would record
         # a wrong draw.

@@ -11,7 +11,7 @@ import synkhronos as synk
 from synkhronos.checks import check_number
 
 
-class World:
+class RankObjects:
     """Two ranks with variables, functions and Data; `state` has the values of all of them."""
 
     def __init__(self):
@@ -59,9 +59,9 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(two_ranks):
+def rank_objects(two_ranks):
     """Make the variables and data of two ranks, which each test compares with their first values."""
-    return World()
+    return RankObjects()
 
 
 X, Y = np.ones((3, 2)), np.arange(3)
@@ -419,13 +419,13 @@ def list_cases(**tables):
     ]
 
 
-def check_refused(world, call, error, message):
-    """Check that a call raises the error, of this very class, and leaves the world unchanged."""
+def check_refused(rank_objects, call, error, message):
+    """Check that a call raises the error, of this very class, and leaves the objects unchanged."""
     expected = error if isinstance(error, tuple) else (error,)
     with raises(expected, message) as caught:
-        call(world)
+        call(rank_objects)
     assert type(caught.value) in expected, "a subclass says less than its base"
-    world.check()
+    rank_objects.check()
 
 
 # NumPy 1.23 only warns where NumPy 2 raises.
@@ -446,8 +446,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:Creating an ndarray from ragged"
         collective=COLLECTIVE_ARGUMENTS,
     ),
 )
-def test_wrong_argument_is_named_and_changes_nothing(world, call, error, message):
-    check_refused(world, call, error, message)
+def test_wrong_argument_is_named_and_changes_nothing(rank_objects, call, error, message):
+    check_refused(rank_objects, call, error, message)
 
 
 @pytest.mark.parametrize("value", [2**64, 10**400, -(2**63) - 1, True, 1j, "1", np.ones(1)])
@@ -459,55 +459,58 @@ def test_check_number_refuses_other_values(value):
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize(("variable", "error", "message"), list_cases(of=NOT_VARIABLES))
-def test_collectives_refuse_variables_unknown_to_the_ranks(world, collective, variable, error, message):
-    check_refused(world, lambda w: COLLECTIVES[collective](variable(w)), error, message)
+def test_collectives_refuse_variables_unknown_to_the_ranks(rank_objects, collective, variable, error, message):
+    check_refused(rank_objects, lambda w: COLLECTIVES[collective](variable(w)), error, message)
 
 
 @pytest.mark.parametrize("collective", WITH_VALUES)
 @pytest.mark.parametrize(("variables", "values", "error", "message"), list_cases(of=VALUES))
-def test_collectives_refuse_wrong_values(world, collective, variables, values, error, message):
-    check_refused(world, lambda w: WITH_VALUES[collective](variables(w), values(w)), error, message)
+def test_collectives_refuse_wrong_values(rank_objects, collective, variables, values, error, message):
+    check_refused(rank_objects, lambda w: WITH_VALUES[collective](variables(w), values(w)), error, message)
 
 
 @pytest.mark.parametrize("collective", [synk.scatter, lambda *args, **kwargs: synk.set_value(1, *args, **kwargs)])
 @pytest.mark.parametrize(("batch", "error", "message"), list_cases(of=BATCHES))
-def test_batch_refuses_wrong_rows(world, collective, batch, error, message):
-    check_refused(world, lambda w: collective(w.s, np.arange(3.0), batch=batch), error, message)
+def test_batch_refuses_wrong_rows(rank_objects, collective, batch, error, message):
+    check_refused(rank_objects, lambda w: collective(w.s, np.arange(3.0), batch=batch), error, message)
 
 
 @pytest.mark.parametrize("collective", [synk.reduce, synk.all_reduce])
 @pytest.mark.parametrize(("op", "error", "message"), list_cases(of=OPS))
-def test_op_refuses_wrong_names(world, collective, op, error, message):
-    check_refused(world, lambda w: collective(w.s, op), error, message)
+def test_op_refuses_wrong_names(rank_objects, collective, op, error, message):
+    check_refused(rank_objects, lambda w: collective(w.s, op), error, message)
 
 
 @pytest.mark.parametrize("collective", [synk.get_value, lambda rank, s: synk.set_value(rank, s, np.ones(2))])
 @pytest.mark.parametrize(("rank", "error", "message"), list_cases(of=RANKS))
-def test_rank_refuses_wrong_numbers(world, collective, rank, error, message):
-    check_refused(world, lambda w: collective(rank, w.s), error, message)
+def test_rank_refuses_wrong_numbers(rank_objects, collective, rank, error, message):
+    check_refused(rank_objects, lambda w: collective(rank, w.s), error, message)
 
 
 # -- unusual arguments that are valid ------------------------------------------------------------------------
 
 
-def test_updates_and_givens_may_be_values(world):
+def test_updates_and_givens_may_be_values(rank_objects):
     # As the plain libraries take them.
     f = synk.function(
-        [], (world.w * 2, "sum"), updates=[(world.s, [7.0, 8.0]), (world.z, np.array(9.0))], givens={world.w: 3.0}
+        [],
+        (rank_objects.w * 2, "sum"),
+        updates=[(rank_objects.s, [7.0, 8.0]), (rank_objects.z, np.array(9.0))],
+        givens={rank_objects.w: 3.0},
     )
     assert f() == 12.0
-    assert synk.gather([world.s, world.z])[0].tolist() == [[7.0, 8.0], [7.0, 8.0]]
-    assert synk.gather(world.z).tolist() == [9.0, 9.0]
-    synk.set_value(0, [world.s, world.z], [[1.0, 2.0], np.array(0.0)])
-    synk.set_value(1, [world.s, world.z], [[2.0, 2.0], np.array(1.0)])
-    world.check()
+    assert synk.gather([rank_objects.s, rank_objects.z])[0].tolist() == [[7.0, 8.0], [7.0, 8.0]]
+    assert synk.gather(rank_objects.z).tolist() == [9.0, 9.0]
+    synk.set_value(0, [rank_objects.s, rank_objects.z], [[1.0, 2.0], np.array(0.0)])
+    synk.set_value(1, [rank_objects.s, rank_objects.z], [[2.0, 2.0], np.array(1.0)])
+    rank_objects.check()
 
 
-def test_givens_may_replace_unset_inputs(world):
-    middle = world.x.sum()
-    f = synk.function([world.y], (middle * world.y, "gather"), givens=[(middle, world.z + 2)])
+def test_givens_may_replace_unset_inputs(rank_objects):
+    middle = rank_objects.x.sum()
+    f = synk.function([rank_objects.y], (middle * rank_objects.y, "gather"), givens=[(middle, rank_objects.z + 2)])
     assert f(np.arange(3)).tolist() == [0.0, 2.0, 6.0]
-    world.check()
+    rank_objects.check()
 
 
 # -- before fork and after close -----------------------------------------------------------------------------
@@ -524,19 +527,19 @@ NEED_RANKS = {
 }
 
 
-def test_closed_ranks_can_only_be_forked_again(world):
+def test_closed_ranks_can_only_be_forked_again(rank_objects):
     synk.close()
     assert synk.close() is None
     for call in NEED_RANKS.values():
         with raises(RuntimeError):
-            call(world)
+            call(rank_objects)
     for call, error, message in FORK.values():
         with raises(error, message):
-            call(world)
+            call(rank_objects)
         with raises(RuntimeError):
             synk.distribute()
     fork_ranks(2)
-    world.__init__()
+    rank_objects.__init__()
 
 
 def test_call_before_fork_names_fork():

@@ -190,13 +190,13 @@ def hosts(request):
 
 @pytest.mark.hosts
 def test_data_parts_loads_each_hosts_rows(hosts):
-    output = run(hosts, "parts")
+    output = run(hosts, "use_parts")
     assert output.splitlines()[-1] == "right", output
 
 
 @pytest.mark.hosts
 def test_data_parts_work_in_spmd_programs(hosts):
-    assert run(hosts, "parts_programs") == "right 4\n"
+    assert run(hosts, "pass_parts_to_programs") == "right 4\n"
 
 
 @pytest.mark.hosts
@@ -204,15 +204,15 @@ def test_data_parts_work_in_spmd_programs(hosts):
 @pytest.mark.parametrize("counts", ["2+2", "3+1"])  # the first has the hosts of the tests before
 def test_data_parts_work_in_trainers(counts):
     pytest.importorskip("safetensors")
-    one_host = run(["a:4"], "parts_trainer", counts)
+    one_host = run(["a:4"], "train_on_parts", counts)
     assert one_host
     assert (
-        run([f"{name}:{count}" for name, count in zip("ab", counts.split("+"), strict=True)], "parts_trainer", counts)
+        run([f"{name}:{count}" for name, count in zip("ab", counts.split("+"), strict=True)], "train_on_parts", counts)
         == one_host
     )
 
 
 @pytest.mark.hosts
 def test_data_parts_allocates_only_local_rows():
-    used = [int(line) for line in run(["a:1", "b:1"], "parts_memory").split()]
+    used = [int(line) for line in run(["a:1", "b:1"], "measure_parts_memory").split()]
     assert 15 << 20 < used[0] < 18 << 20  # half of 32 MB

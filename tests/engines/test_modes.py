@@ -190,7 +190,7 @@ def test_mode_equals_the_serial_function(name, check, two_ranks_per_test):
     check(make_mode(name))
 
 
-class Compiled(Command):
+class CountCompilations(Command):
     """Command that returns each rank's numbers of cache hits and of compilations of a Numba function."""
 
     def __init__(self, keys):
@@ -222,7 +222,7 @@ def test_numba_cache_is_filled_by_one_rank(monkeypatch):
         keys = [get_dispatcher(function).computation_key for function in (train.gradient, train.update, f)]
         with session.call_lock:
             session.begin_call()
-            shown = session.run(Compiled(keys))
+            shown = session.run(CountCompilations(keys))
         # The update by the first worker, beside the gradient.
         assert shown == [[(0, 1), (1, 0), (0, 1)], [(1, 0), (0, 1), (1, 0)], [(1, 0), (1, 0), (1, 0)]]
     finally:
@@ -230,10 +230,10 @@ def test_numba_cache_is_filled_by_one_rank(monkeypatch):
 
 
 #: Barrier of both ranks.
-MEETING = multiprocessing.Barrier(2)
+BOTH_RANKS_BARRIER = multiprocessing.Barrier(2)
 
 
-class Meet(importlib.import_module(f"{NAME}.{'gof' if NAME == 'theano' else 'graph'}.op").Op):
+class WaitForBothRanks(importlib.import_module(f"{NAME}.{'gof' if NAME == 'theano' else 'graph'}.op").Op):
     """The identity, after a barrier of both ranks. Numba calls it in Python, and so caches no function with it."""
 
     __props__ = ()
@@ -242,7 +242,7 @@ class Meet(importlib.import_module(f"{NAME}.{'gof' if NAME == 'theano' else 'gra
         return importlib.import_module(NAME).graph.basic.Apply(self, [x], [x.type()])
 
     def perform(self, node, inputs, outputs):
-        MEETING.wait(60)
+        BOTH_RANKS_BARRIER.wait(60)
         outputs[0][0] = inputs[0].copy()
 
 
@@ -253,7 +253,7 @@ def test_numba_uncacheable_functions_compile_on_all_ranks():
     synk.fork(2, use_gpu=False)
     try:
         x = T.dvector("x")
-        f = synk.function([x], (Meet()(x).sum(), "sum"), mode="NUMBA")
+        f = synk.function([x], (WaitForBothRanks()(x).sum(), "sum"), mode="NUMBA")
         # An earlier version made the worker wait for the end of the master's first call.
         assert_close(f(Y), Y.sum())
     finally:

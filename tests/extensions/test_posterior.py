@@ -210,7 +210,7 @@ def test_posterior_chunks_have_one_writer_each(fork, model, drawn, tmp_path, mon
 
 
 def test_chunks_of_empty_rows_have_length_one():
-    assert posterior._choose_chunks((3, 0), block_length=5) == (1, 5, 3, 1)
+    assert posterior._choose_chunk_shape((3, 0), block_length=5) == (1, 5, 3, 1)
     assert posterior._allocate_shared((2, 5, 3, 0), np.dtype("float64")).shape == (2, 5, 3, 0)
 
 

@@ -23,10 +23,12 @@ ROWS = np.random.default_rng(5).normal(size=(1000, 3))
 SIZES = [(1, 8, 1), (1, 8, 4), (7, 56, 4), (64, 10_752, 2), (100_000, 16_800_000, 4), (10**6, 168 * 10**6, 16)]
 
 
-@pytest.mark.parametrize("plan", [row_slices.plan_rank_slices, row_slices.plan_queued_slices])
+@pytest.mark.parametrize(
+    "compute_bounds", [row_slices.compute_rank_slice_bounds, row_slices.compute_queued_slice_bounds]
+)
 @pytest.mark.parametrize("sizes", [*SIZES, (10**7, 4 * 10**10, 3), (5, 10**9, 2)])
-def test_slices_divide_the_rows(plan, sizes):
-    bounds = plan(*sizes)
+def test_slices_divide_the_rows(compute_bounds, sizes):
+    bounds = compute_bounds(*sizes)
     assert bounds[0] == 0 and bounds[-1] == sizes[0]
     assert all(start < stop for start, stop in pairwise(bounds))
 
@@ -34,14 +36,14 @@ def test_slices_divide_the_rows(plan, sizes):
 @pytest.mark.parametrize("sizes", [*SIZES, (5, 10**9, 2)])
 def test_slices_of_a_rank_are_its_share(sizes):
     n_rows, _, n_ranks = sizes
-    bounds = row_slices.plan_rank_slices(*sizes)
+    bounds = row_slices.compute_rank_slice_bounds(*sizes)
     assert {get_share(n_rows, n_ranks, rank).start for rank in range(n_ranks)} <= set(bounds)
 
 
 @pytest.mark.parametrize("sizes", [*SIZES, (10**7, 4 * 10**10, 3)])
 def test_queued_slices_become_smaller(sizes):
     n_rows, _, n_ranks = sizes
-    lengths = np.diff(row_slices.plan_queued_slices(*sizes))
+    lengths = np.diff(row_slices.compute_queued_slice_bounds(*sizes))
     assert (np.diff(lengths) <= 0).all()
     assert min(n_rows, n_ranks) <= len(lengths) <= row_slices.MAX_QUEUED_SLICES
     if n_rows > 10**5:
@@ -51,7 +53,7 @@ def test_queued_slices_become_smaller(sizes):
 @pytest.mark.parametrize("n_rows", [1, 255, 257, 1000, 10**5, 10**7])
 def test_slices_for_any_number_of_ranks_fit_into_the_queue(n_rows):
     for n_ranks in range(2, 257):
-        lengths = np.diff(row_slices.plan_queued_slices(n_rows, 168 * n_rows, n_ranks))
+        lengths = np.diff(row_slices.compute_queued_slice_bounds(n_rows, 168 * n_rows, n_ranks))
         assert lengths.sum() == n_rows and lengths.min() > 0
         assert len(lengths) <= row_slices.MAX_QUEUED_SLICES
         assert lengths.max() <= 2 * -(-n_rows // n_ranks), n_ranks

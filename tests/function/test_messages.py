@@ -21,7 +21,7 @@ else:
     from theano.gof import Apply, Op
 
 
-class Do(Op):
+class ActOnRanks(Op):
     """Op that returns its argument after some ranks have run an action."""
 
     __props__ = ("action", "failing_ranks")
@@ -34,7 +34,7 @@ class Do(Op):
 
     def perform(self, node, inputs, outputs, *_):
         if int(inputs[0][0]) in self.failing_ranks:  # each row has the number of its rank
-            DEEDS[self.action]()
+            ACTIONS[self.action]()
         outputs[0][0] = inputs[0].copy()
 
 
@@ -54,11 +54,11 @@ def raise_after_other_updates():
 
 
 def call_again():
-    synk.get_shapes(CALLED_AGAIN[0])
+    synk.get_shapes(READ_VARIABLES[0])
 
 
-CALLED_AGAIN = []
-DEEDS = {
+READ_VARIABLES = []
+ACTIONS = {
     "raise": raise_error,
     "raise after updates": raise_after_other_updates,
     "sleep": lambda: time.sleep(60),
@@ -75,10 +75,10 @@ def run_action(action, failing_ranks=(1,), n=3, updates=False, **kwargs):
     """
     synk.fork(n, use_gpu=False, **kwargs)
     x, w = tensor.dvector("x"), shared(np.zeros(()), "w")
-    CALLED_AGAIN[:] = [w]
+    READ_VARIABLES[:] = [w]
     f = synk.function(
         [x],
-        ((Do(action, failing_ranks)(x) + w).sum(), "sum"),
+        ((ActOnRanks(action, failing_ranks)(x) + w).sum(), "sum"),
         updates=[(w, w + 1)] if updates else [],
         name="f",
         mode=INTERPRETED,
@@ -103,7 +103,7 @@ def pass_old_data():
 
 def call_with_unpicklable_op():
     synk.fork(2, use_gpu=False)
-    operation = Do("raise")
+    operation = ActOnRanks("raise")
     operation.lock = threading.Lock()
     x = tensor.dvector("x")
     synk.function([x], (operation(x).sum(), "sum"), name="f")(np.ones(4))
@@ -149,14 +149,14 @@ def call_in_forked_copy(action):
         os.close(writing)
         os.waitpid(pid, 0)
         with open(reading) as pipe:
-            kind, text = pipe.read().split("|", 1)
-        raise {"RuntimeError": RuntimeError}[kind](text)
+            class_name, text = pipe.read().split("|", 1)
+        raise {"RuntimeError": RuntimeError}[class_name](text)
 
     return provoke
 
 
 #: name: (function that provokes the error, exception, argument)
-TABLE = {
+ERRORS = {
     # -- ranks that cannot be used
     "Data of earlier ranks": (pass_old_data, ValueError, "x"),
     "no GPUs": (fork_with_gpus(0, use_gpu=True), RuntimeError, "use_gpu"),
@@ -182,9 +182,9 @@ TABLE = {
 }
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", ERRORS)
 def test_error_of_ranks_names_its_cause(name):
-    provoke, expected, *argument = TABLE[name]
+    provoke, expected, *argument = ERRORS[name]
     try:
         with raises(expected, *argument) as caught:
             provoke()

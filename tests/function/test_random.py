@@ -1,4 +1,4 @@
-"""Random numbers: each rank draws from its own stream, and the master from the stream of the serial program."""
+"""Random numbers: each rank draws from its own stream, and the master from the stream of the serial script."""
 
 import pickle
 
@@ -157,7 +157,7 @@ def test_random_numbers_do_not_repeat_after_uneven_draws(fork, kind):
     values += [f(np.ones(2)) for _ in range(2)]
     values = np.concatenate(values)
     assert len(np.unique(values)) >= values.size - 1
-    # With two ranks and a row on the master, its draws equal those of the serial program.
+    # With two ranks and a row on the master, its draws equal those of the serial script.
     draws, updates = stream(kind)
     serial = compile_serial([], draws, updates=updates)
     np.testing.assert_array_equal([serial(), serial()], values[-4 * K :].reshape(2, 2, K)[:, 1])

@@ -9,7 +9,7 @@ import time
 from types import SimpleNamespace
 from unittest import mock
 
-import hosts as made
+import hosts as host_programs
 import numpy as np
 import pytest
 from hosts import are_simulated, run
@@ -37,46 +37,46 @@ from synkhronos.ranks.errors import Death, StartError
 
 pytestmark = pytest.mark.timeout(300)  # programs that compile on all ranks
 #: Hosts of programs.  Most use the last, one after another, as `run` reuses the ranks while the hosts are the same.
-SHAPES = [["a:3", "b:1"], ["a:1", "b:1", "c:1", "d:1"], ["a:2", "b:2"]]
+HOST_LISTS = [["a:3", "b:1"], ["a:1", "b:1", "c:1", "d:1"], ["a:2", "b:2"]]
 
 
 @pytest.mark.hosts
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("program", ["train", "collectives", "trainer", "options"])
+@pytest.mark.parametrize("program", ["train", "run_collectives", "train_by_trainer", "train_with_options"])
 def test_hosts_compute_the_same_bits_as_one_host(program):
-    if program in ("trainer", "options"):
+    if program in ("train_by_trainer", "train_with_options"):
         pytest.importorskip("safetensors")
     print("hosts are simulated" if are_simulated() else "no namespaces here: one machine pretends to be several")
     expected = run(["a:4"], program)
     assert expected
-    for hosts in SHAPES[1:] if program == "train" and NAME == "pytensor" else SHAPES[-1:]:
+    for hosts in HOST_LISTS[1:] if program == "train" and NAME == "pytensor" else HOST_LISTS[-1:]:
         assert run(hosts, program) == expected, hosts
 
 
 @pytest.mark.hosts
-def test_trainer_rules_on_two_hosts_equal_one_host():
+def test_asynchronous_rules_train_and_resume_on_two_hosts():
     pytest.importorskip("safetensors")
-    assert run(SHAPES[-1], "train_asynchronously") == "right\n"
+    assert run(HOST_LISTS[-1], "train_asynchronously") == "right\n"
 
 
 @pytest.mark.hosts
-def test_functions_on_two_hosts_equal_one_host():
-    assert run(SHAPES[-1], "functions") == "right\n"
+def test_functions_on_two_hosts_equal_numpy():
+    assert run(HOST_LISTS[-1], "call_functions") == "right\n"
 
 
 @pytest.mark.hosts
-@pytest.mark.parametrize(("named", "kind"), [(SHAPES[-1], "simulated"), (SHAPES[0], "pretended")], ids=str)
+@pytest.mark.parametrize(("named", "kind"), [(HOST_LISTS[-1], "simulated"), (HOST_LISTS[0], "pretended")], ids=str)
 def test_asynchronous_rules_on_hosts_keep_their_invariants(named, kind, monkeypatch):
     if kind == "pretended":
-        if not made.can_pretend():
+        if not host_programs.can_pretend():
             pytest.skip("this mpirun does not take one machine for several")
-        monkeypatch.setattr(made, "are_simulated", lambda: False)
-    assert run(named, "rules") == "right\n"
+        monkeypatch.setattr(host_programs, "are_simulated", lambda: False)
+    assert run(named, "run_rule_tests") == "right\n"
 
 
 @pytest.mark.hosts
 def test_locks_on_three_hosts_are_exclusive():
-    assert run(["a:1", "b:2", "c:1"], "locks") == "right\n"
+    assert run(["a:1", "b:2", "c:1"], "use_locks") == "right\n"
 
 
 @pytest.mark.hosts
@@ -92,7 +92,7 @@ def test_run_programs_on_two_hosts_equal_one_host():
 @pytest.mark.hosts
 @pytest.mark.skipif(not are_simulated(), reason="pretended hosts are no processes")
 def test_simulated_hosts_end_with_a_killed_parent(tmp_path):
-    command = [sys.executable, made.SIMULATED, "--hosts", "a", "--", "sh", "-c", "echo ready; sleep 1000"]
+    command = [sys.executable, host_programs.SIMULATED, "--hosts", "a", "--", "sh", "-c", "echo ready; sleep 1000"]
     code = "import subprocess, sys; subprocess.run(sys.argv[1:])"
     environment = {**os.environ, "MARK": str(tmp_path)}
     parent = subprocess.Popen([sys.executable, "-c", code, *command], env=environment, stdout=subprocess.PIPE)
@@ -107,7 +107,7 @@ def test_simulated_hosts_end_with_a_killed_parent(tmp_path):
 @pytest.mark.skipif(not are_simulated(), reason="pretended hosts have all files")
 def test_data_file_is_mapped_on_each_host(tmp_path):
     # A file missing on one host ends the ranks, so no program follows.
-    assert run(["a:2", "b:1"], "files", tmp_path / "x.npy", "/dev/shm/x.npy") == "error names the host\n"
+    assert run(["a:2", "b:1"], "map_files", tmp_path / "x.npy", "/dev/shm/x.npy") == "error names the host\n"
 
 
 @pytest.mark.parametrize("size", ["PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
@@ -304,7 +304,7 @@ def start_hosts_interrupted(press):
 
 @pytest.mark.faults
 def test_interrupt_at_any_moment_leaves_no_mpirun(monkeypatch):
-    made.end()  # these are children of this process, too
+    host_programs.end()  # these are children of this process, too
     children = set(list_children(os.getpid()))
     reports = [{"name": name, "n_cores": 1, "n_gpus": 0, "versions": {}} for name in "ab"]
     monkeypatch.setattr(mpirun, "make_mpirun_command", lambda names, address: ["sleep", "60"])
@@ -323,7 +323,7 @@ def test_interrupt_at_any_moment_leaves_no_mpirun(monkeypatch):
 
 
 def test_fork_refuses_an_mpirun_of_another_mpi(monkeypatch):
-    made.end()  # these are children of this process, too
+    host_programs.end()  # these are children of this process, too
     monkeypatch.setattr(mpirun, "make_mpirun_command", lambda names, address: ["sleep", "60"])
     monkeypatch.setattr(mpirun, "find_mpirun", lambda: "/opt/mpi/bin/mpirun")
     # The process on the first host, which sees no other MPI process.

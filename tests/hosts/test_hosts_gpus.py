@@ -15,7 +15,7 @@ from synkhronos.hosts import agent_main, mpi_link
 pytestmark = [pytest.mark.skipif(DEVICE != "host", reason="pretended GPUs are JAX's CPU"), pytest.mark.timeout(300)]
 needs_jax = pytest.mark.skipif(NAME != "pytensor", reason="pretended GPUs are JAX's CPU")
 #: Hosts of most programs, one after another, as `run` reuses the ranks.
-TWO = ["a:1", "b:1"]
+TWO_HOSTS = ["a:1", "b:1"]
 
 
 def run(hosts, program):
@@ -25,17 +25,17 @@ def run(hosts, program):
 
 @pytest.mark.hosts
 @needs_jax
-@pytest.mark.parametrize("program", ["train", "collectives", "groups"])
+@pytest.mark.parametrize("program", ["train", "run_collectives", "run_groups"])
 def test_gpus_on_hosts_compute_the_same_as_on_one_host(program):
     expected = run(["a:2"], program)
-    assert len(expected) == {"train": 1, "collectives": 12, "groups": 2}[program]
-    assert run(TWO, program) == expected
+    assert len(expected) == {"train": 1, "run_collectives": 12, "run_groups": 2}[program]
+    assert run(TWO_HOSTS, program) == expected
 
 
 @pytest.mark.hosts
 @needs_jax
 def test_data_parts_locks_only_local_pages():
-    sums, used = run(TWO, "parts")
+    sums, used = run(TWO_HOSTS, "use_parts")
     assert sums == "1.0 1.0 1.0"
     assert 15 <= int(used) <= 18, used  # half of 32 MB
 
@@ -44,7 +44,7 @@ def test_data_parts_locks_only_local_pages():
 @needs_jax
 @pytest.mark.skipif(not are_simulated(), reason="pretended hosts have one loopback")
 def test_nccl_connection_error_names_the_interface():
-    (line,) = run(TWO, "interface")
+    (line,) = run(TWO_HOSTS, "report_interface_error")
     assert line.startswith(
         "rank 1 on host b raised RuntimeError: NCCL did not connect the ranks' GPUs: RuntimeError: ncclSystemError. "
         "NCCL uses the network interface lo:127.0.0.1 here, and lo:127.0.0.1 on rank 0, which all ranks have to reach; "
@@ -56,14 +56,14 @@ def test_nccl_connection_error_names_the_interface():
 @pytest.mark.hosts
 @needs_jax
 def test_failure_or_death_in_a_gpu_collective_on_hosts_is_reported():
-    messages, size = run(["a:1", "b:2"], "faults")
+    messages, size = run(["a:1", "b:2"], "fail_and_reconnect")
     assert (messages, size) == ("rank 2 on host b was reported True", "3")
 
 
 @pytest.mark.hosts
 @needs_jax
 def test_fork_on_hosts_refuses_more_ranks_than_gpus():
-    assert run(["a", "b"], "refused") == [
+    assert run(["a", "b"], "request_too_many_gpus") == [
         "hosts: b has 2 GPUs, and 3 ranks there need one each: pass use_gpu=False, or in a session file "
         "devices = 'cpu', to compute on CPU cores",
         "hosts: a has 2 GPUs, and 3 ranks there need one each: pass use_gpu=False, or in a session file "
@@ -117,7 +117,7 @@ def test_launcher_takes_all_gpus_of_each_host(tmp_path):
 @pytest.mark.skipif(not are_simulated(), reason="all hosts would lose the GPU")
 def test_launcher_goes_on_without_a_lost_gpu_of_another_host(tmp_path):
     pytest.importorskip("safetensors")
-    model = "--set=model='launch_models/mlp_variants.py:LosesGpu'"
+    model = "--set=model='launch_models/mlp_variants.py:GpuLosingMLP'"
     train(["a", "b"], tmp_path, "--hosts=a:1,b:2", model, "--set=on_death='continue'")
     assert json.loads((tmp_path / "settings.json").read_text())["hosts"] == ["a:1", "b:1"]
     deaths = json.loads((tmp_path / "deaths.json").read_text())
@@ -131,7 +131,7 @@ def test_launcher_goes_on_without_a_lost_gpu_of_another_host(tmp_path):
 @pytest.mark.skipif(NAME != "theano", reason="pygpu's arrays are Theano's")
 def test_all_reduce_accepts_theano_gpu_arrays_on_hosts():
     expected = ["sum (3.0, 2997.0)", "max (2.0, 1998.0)", "[7.0, 8.0, 15.0] [8.0, 7.0, 15.0]"]
-    assert run(TWO, "theano") == expected
+    assert run(TWO_HOSTS, "all_reduce_theano_arrays") == expected
 
 
 def test_fork_refuses_hosts_without_pygpu(monkeypatch):

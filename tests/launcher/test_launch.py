@@ -25,7 +25,7 @@ def read_traces(folder):
 def test_launch_trains_a_theano_mpi_class(tmp_path, rule):
     options = {"EASGD": {"rule_options__period": 3}, "GOSGD": {"rule_options__probability": 0.5}}.get(rule, {})
     folder = tmp_path / "run"
-    train(folder, "Traced", every=4, rule=rule, config__trace=f"'{tmp_path}'", **options)
+    train(folder, "TracingMLP", every=4, rule=rule, config__trace=f"'{tmp_path}'", **options)
     reports = read_json_lines(folder, "reports")
     assert [report["epoch"] for report in reports] == [1, 2, 3]
     assert reports[-1]["validation"]["error"] < 0.1 < reports[0]["loss"]
@@ -50,7 +50,7 @@ def test_launch_trains_a_theano_mpi_class(tmp_path, rule):
 def test_launch_leaves_mpi_initialization_to_the_class(tmp_path):
     pytest.importorskip("mpi4py")
     # mpi4py's default, which the other tests disable
-    train(tmp_path, "UsesMpi", epochs=1, environment={"MPI4PY_RC_INITIALIZE": "1"})
+    train(tmp_path, "MpiMLP", epochs=1, environment={"MPI4PY_RC_INITIALIZE": "1"})
     for rank in (0, 1):
         assert "imported before: False size: 1 sum: 3" in (tmp_path / f"rank-{rank}.log").read_text()
 
@@ -157,16 +157,16 @@ def test_run_folder_is_locked(tmp_path):
 
 @pytest.mark.slow
 def test_ranks_with_fewer_batches_do_not_block(tmp_path):
-    done = train(tmp_path, "Uneven", epochs=1)
+    done = train(tmp_path, "UnequalBatchesMLP", epochs=1)
     assert "ranks have [9, 4] batches: each trains on 4, since all exchange together" in done.stdout
-    train(tmp_path / "other", "Uneven", epochs=1, rule="EASGD")
+    train(tmp_path / "other", "UnequalBatchesMLP", epochs=1, rule="EASGD")
     assert [read_json_lines(tmp_path / "other", f"rank-{r}")[-1]["step"] for r in range(2)] == [9, 4]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("rule", "steps"), [("BSP", [9, 9]), ("EASGD", [9, 12]), ("GOSGD", [9, 12])])
 def test_data_that_grow_between_epochs_do_not_block(tmp_path, rule, steps):
-    train(tmp_path, "Growing", epochs=3, rule=rule)
+    train(tmp_path, "GrowingEpochsMLP", epochs=3, rule=rule)
     assert [read_json_lines(tmp_path, f"rank-{r}")[-1]["step"] for r in range(2)] == steps
     assert [report["steps"] for report in read_json_lines(tmp_path, "reports")] == (
         [4, 6, 8] if rule == "BSP" else [4, 7, 10]
@@ -175,7 +175,7 @@ def test_data_that_grow_between_epochs_do_not_block(tmp_path, rule, steps):
 
 @pytest.mark.slow
 def test_random_streams_differ_by_rank(tmp_path):
-    train(tmp_path, "EqualSeeds", epochs=1)
+    train(tmp_path, "EqualSeedsMLP", epochs=1)
     drawn = [re.search("drawn .*", (tmp_path / f"rank-{r}.log").read_text())[0] for r in range(2)]
     assert drawn[0] != drawn[1]
     # Rows per second exclude the first step, which may compile: 90 rows in these 2 s would be 45 per second.

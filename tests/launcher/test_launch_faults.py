@@ -18,7 +18,7 @@ from synkhronos.launcher.supervision import rank_output, run_folder, supervisor
 
 
 def test_first_failure_is_printed_last(tmp_path):
-    done = train(tmp_path, "FailsOnOne", status=1)
+    done = train(tmp_path, "FailingMLP", status=1)
     lines = done.stderr.rstrip().splitlines()
     assert lines[-1] == "ValueError: the third batch is damaged" and lines[0] == "rank 1:"
     assert "mlp_variants.py" in done.stderr and "train_iter" in done.stderr
@@ -26,14 +26,14 @@ def test_first_failure_is_printed_last(tmp_path):
     assert json.loads((tmp_path / "run.json").read_text())["status"] == 1
 
 
-@pytest.mark.parametrize(("model", "rank", "code"), [("Exits", 1, 7), ("ExitsWithoutError", 0, 0)])
+@pytest.mark.parametrize(("model", "rank", "code"), [("ExitingMLP", 1, 7), ("ExitingWithoutErrorMLP", 0, 0)])
 def test_rank_that_exits_by_itself_is_named(tmp_path, model, rank, code):
     done = train(tmp_path, model, status=1)
     assert re.search(f"rank {rank} .* exited with code {code}", done.stderr)
 
 
 def test_nan_cost_is_not_saved(tmp_path):
-    done = train(tmp_path, "Diverges", status=1, checkpoint=1)
+    done = train(tmp_path, "DivergingMLP", status=1, checkpoint=1)
     assert done.stderr.rstrip().endswith("FloatingPointError: the cost is nan in epoch 1: nothing of it was saved")
     assert not (tmp_path / "params.npz").exists() and not (tmp_path / "checkpoints").exists()
 
@@ -63,7 +63,7 @@ OUTPUT = {"closed": 'exec "$@" >&-', "all closed": 'exec "$@" <&- >&- 2>&-', "fu
 @pytest.mark.parametrize("console", [*OUTPUT, "of another encoding"])
 @pytest.mark.slow
 def test_broken_console_does_not_stop_a_run(tmp_path, console):
-    sets = ["--set", "model='launch_models/mlp_variants.py:Speaks'", "--set=epochs=1", "--set=every=9"]
+    sets = ["--set", "model='launch_models/mlp_variants.py:UnicodePrintingMLP'", "--set=epochs=1", "--set=every=9"]
     words = make_synkhronos_command("train", "--devices=cpu", "--folder", tmp_path / "run", *sets)
     if console in OUTPUT:
         words = ["sh", "-c", OUTPUT[console], "sh", *words]
@@ -81,7 +81,12 @@ def test_broken_console_does_not_stop_a_run(tmp_path, console):
 @pytest.mark.parametrize("console", ["all closed", "full"])
 @pytest.mark.slow
 def test_broken_console_does_not_stop_a_script(tmp_path, console):
-    settings = {"modelfile": "launch_models.mlp_variants", "modelclass": "Speaks", "devices": "cpu", "epochs": 1}
+    settings = {
+        "modelfile": "launch_models.mlp_variants",
+        "modelclass": "UnicodePrintingMLP",
+        "devices": "cpu",
+        "epochs": 1,
+    }
     code = f"from synkhronos.exchange_rules import BSP; r = BSP(); print(3); r.init(**{settings | {'folder': str(tmp_path)}!r}); r.wait()"
     words = ["sh", "-c", OUTPUT[console], "sh", sys.executable, "-c", f"{code}; import os; os._exit(5)"]
     done = subprocess.run(words, cwd=SUPPORT, env=ENVIRONMENT | {"PYTHONUNBUFFERED": ""}, timeout=LIMIT)

@@ -100,7 +100,7 @@ def test_resume_on_hosts_needs_no_shared_folder(tmp_path, rule):
 
 @pytest.mark.hosts
 def test_first_failure_of_another_host_is_printed_last(tmp_path):
-    output, errors = wait_for_end(start_run(["a:1", "b:1"], tmp_path, "mlp_variants.py:FailsOnOne"), 1)
+    output, errors = wait_for_end(start_run(["a:1", "b:1"], tmp_path, "mlp_variants.py:FailingMLP"), 1)
     errors = errors.rstrip().splitlines()
     assert errors[-1] == "ValueError: the third batch is damaged" and errors[0] == "rank 1 on host b:"
     assert "[rank 1] process" in output
@@ -112,9 +112,7 @@ def test_first_failure_of_another_host_is_printed_last(tmp_path):
 def test_restart_works_on_two_hosts(tmp_path, victim):
     pytest.importorskip("safetensors")
     config = {"config.marks": f"'{tmp_path}'", "config.victim": victim, "config.epochs": "[1]"}
-    run = start_run(
-        ["a:1", "b:1"], tmp_path / "run", "mlp_variants.py:DiesInEpochs", checkpoint=1, restarts=1, **config
-    )
+    run = start_run(["a:1", "b:1"], tmp_path / "run", "mlp_variants.py:DyingMLP", checkpoint=1, restarts=1, **config)
     _, errors = wait_for_end(run, 0)
     assert "restart 1 of 1 from " in errors and "rows-000000000009" in errors
     assert [line["epoch"] for line in read_json_lines(tmp_path / "run", "reports")] == [1, 2]
@@ -137,7 +135,7 @@ def test_on_death_continue_works_on_two_hosts(tmp_path, one_host_run, has_lost_h
     pytest.importorskip("safetensors")
     config = {"config.marks": f"'{tmp_path}'", "config.victim": 1, "config.epochs": "[1]"}
     config["config.parent"] = str(has_lost_host).lower()
-    run = start_run(["a:1", "b:1"], tmp_path / "run", "mlp_variants.py:DiesInEpochs", on_death="continue", **config)
+    run = start_run(["a:1", "b:1"], tmp_path / "run", "mlp_variants.py:DyingMLP", on_death="continue", **config)
     _, errors = wait_for_end(run, 0)
     assert "death 1 of at most 100: from the checkpoint " in errors
     expected, actual = (np.load(folder / "params.npz") for folder in (one_host_run, tmp_path / "run"))
@@ -154,7 +152,7 @@ def test_on_death_continue_works_on_two_hosts(tmp_path, one_host_run, has_lost_h
 @pytest.mark.skipif(not are_simulated(), reason="no namespaces here, so that no host is lost alone")
 def test_on_death_continue_leaves_out_a_lost_host(tmp_path):
     pytest.importorskip("safetensors")
-    run = start_run(["a:1", "b:1"], tmp_path, "mlp_variants.py:LosesHost", on_death="continue")
+    run = start_run(["a:1", "b:1"], tmp_path, "mlp_variants.py:HostKillingMLP", on_death="continue")
     _, errors = wait_for_end(run, 0)
     assert errors.count("host b can't be reached, and is left out: the run continues on a:1\n") == 1
     deaths = json.loads((tmp_path / "deaths.json").read_text())
@@ -208,7 +206,7 @@ KINDS = {
 @pytest.mark.parametrize("target", [*KINDS, "Ctrl-C", "all, by a scheduler"])
 def test_kill_of_any_process_on_hosts_leaves_nothing(tmp_path, target):
     # All deaths are detected within a step, except that of the process that forwards lines: with the next record.
-    model = "mlp.py:MLP" if target in ("what passes lines on", "all, by a scheduler") else "mlp_variants.py:Stuck"
+    model = "mlp.py:MLP" if target in ("what passes lines on", "all, by a scheduler") else "mlp_variants.py:StuckMLP"
     sets = ["--set=every=1", "--set=epochs=100000", "--set", f"model='launch_models/{model}'"]
     sets += ["--set=checkpoint=1"] if target == "all, by a scheduler" else []
     train = ["-m", "synkhronos", "train", "--hosts", "a:1,b:1", "--folder", tmp_path / "run", *sets]

@@ -112,22 +112,22 @@ FILES = {
 CLASSES = {
     "NoMethods": r"NoMethods: missing or invalid:\n  method compile_iter_fns\(\): compiles its functions\n  method train_iter\(\): .*\n  method val_iter\(\): .*\n  method adjust_hyperp\(\): .*\n  method cleanup\(\)",
     "NoParams": r"NoParams: missing or invalid:\n  attribute params: expected a list of shared variables, got None",
-    "StrangeParams": r"StrangeParams: missing or invalid:\n  attribute params\[1\]: expected a shared variable, got 3",
+    "NonVariableParams": r"NonVariableParams: missing or invalid:\n  attribute params\[1\]: expected a shared variable, got 3",
     "NoData": r"NoData: missing or invalid:\n  attribute data: expected an object with n_batch_train and n_batch_val, got None",
     "NoCount": r"NoCount: missing or invalid:\n  attribute data.n_batch_val: expected a number of batches, at least 0, got 'many'",
     "TwoArguments": r"TwoArguments\(\): expected a class that takes one config, got one that takes \['config', 'more'\]",
-    "Raises": r"mlp_variants.py: Raises fails when train_iter\(\) runs: KeyError: 'images' \(line \d+, in train_iter\(\)\)\n-- status",
-    "StrangeCall": "'ModelRecorder' object has no attribute 'celebrate'",
-    "Silent": r"Silent: train_iter\(\) has not called recorder.train_error\(count, cost, error\).*\n.*Silent: train_iter\(\) changes none of params\n.*Silent: val_iter\(\) has not called recorder.val_error",
-    "Diverges": r"Diverges: the cost is nan after 3 iterations",
+    "RaisingMLP": r"mlp_variants.py: RaisingMLP fails when train_iter\(\) runs: KeyError: 'images' \(line \d+, in train_iter\(\)\)\n-- status",
+    "UnknownRecorderCall": "'ModelRecorder' object has no attribute 'celebrate'",
+    "SilentMLP": r"SilentMLP: train_iter\(\) has not called recorder.train_error\(count, cost, error\).*\n.*SilentMLP: train_iter\(\) changes none of params\n.*SilentMLP: val_iter\(\) has not called recorder.val_error",
+    "DivergingMLP": r"DivergingMLP: the cost is nan after 3 iterations",
     "NoEpochs": r"attribute n_epochs: expected a number of epochs, got None; or give --set epochs=N",
     "not_a_class": r"modelclass: 'not_a_class' of launch_models.mlp_variants: expected a class, got 3",
 }  # fmt: skip
 #: Classes that are run, as their errors occur only on several ranks or with a setting.
 RUN = {
-    "Wider": ({}, r"params: of shapes \[\[5, 8\], .* on rank 0, and of \[\[5, 9\], .* on rank 1"),
-    "Other": ({"scale_lr": "true"}, r"Other lacks:\n  method scale_lr\(size\), for scale_lr = true"),
-    "Strict": ({"config.colour": "red"}, "^rank [01]: config: Strict has no 'colour'\n$"),
+    "UnequalShapesMLP": ({}, r"params: of shapes \[\[5, 8\], .* on rank 0, and of \[\[5, 9\], .* on rank 1"),
+    "RenamedMLP": ({"scale_lr": "true"}, r"RenamedMLP lacks:\n  method scale_lr\(size\), for scale_lr = true"),
+    "RefusingMLP": ({"config.colour": "red"}, "^rank [01]: config: RefusingMLP has no 'colour'\n$"),
 }
 
 
@@ -339,7 +339,7 @@ def test_command_line_precedes_environment_and_file(tmp_path, monkeypatch):
     (tmp_path / "session.toml").write_text(
         textwrap.dedent("""
         rule = "EASGD"
-        model = "launch_models/mlp_variants.py:Other"
+        model = "launch_models/mlp_variants.py:RenamedMLP"
         devices = ["cpu", "cpu", "cpu"]
         epochs = 7
         seed = 5
@@ -366,7 +366,7 @@ def test_command_line_precedes_environment_and_file(tmp_path, monkeypatch):
         parse_set_option("config.name=a b"),
     ]
     resolved = resolve_settings([*command_line, environment, file])
-    assert (resolved.epochs, resolved.seed, resolved.modelclass, resolved.devices) == (9, 6, "Other", ("cpu",) * 3)
+    assert (resolved.epochs, resolved.seed, resolved.modelclass, resolved.devices) == (9, 6, "RenamedMLP", ("cpu",) * 3)
     assert resolved.rule_options == {"period": 2, "beta": 0.5} and resolved.config == {"depth": 3, "name": "a b"}
     assert vars(resolved.make_exchange_rule())["period"] == 2
     assert resolve_settings([{"ranks": 2}, file]).devices == ("cpu", "cpu")

@@ -24,7 +24,7 @@ def train_with_deaths(folder, victim, epochs, *arguments, status=0, checkpoint=1
     marks = folder / "marks"
     marks.mkdir(parents=True)
     config = {"config__marks": f"'{marks}'", "config__victim": victim, "config__epochs": epochs}
-    return train(folder / "run", "DiesInEpochs", *arguments, status=status, checkpoint=checkpoint, **config, **settings)
+    return train(folder / "run", "DyingMLP", *arguments, status=status, checkpoint=checkpoint, **config, **settings)
 
 
 @pytest.fixture(scope="module")

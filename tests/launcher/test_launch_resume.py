@@ -37,14 +37,14 @@ def test_resume_from_a_checkpoint_equals_an_undisturbed_run(tmp_path, rule):
     options = {"rule": rule, "checkpoint": 1} | (
         {"rule_options__period": 3, "rule_options__asynchronous": "false"} if rule == "EASGD" else {}
     )
-    train(tmp_path / "whole", "RandomLearningRate", epochs=4, **options)
-    train(tmp_path / "parts", "RandomLearningRate", epochs=2, **options)
-    train(tmp_path / "parts", "RandomLearningRate", "--resume", epochs=4, **options)
+    train(tmp_path / "whole", "RandomRateMLP", epochs=4, **options)
+    train(tmp_path / "parts", "RandomRateMLP", epochs=2, **options)
+    train(tmp_path / "parts", "RandomRateMLP", "--resume", epochs=4, **options)
     whole, parts = (np.load(tmp_path / name / "params.npz") for name in ("whole", "parts"))
     for name in whole:
         np.testing.assert_array_equal(whole[name], parts[name])
     (tmp_path / "parts" / "params.npz").unlink()  # as if killed after its last checkpoint
-    train(tmp_path / "parts", "RandomLearningRate", "--resume", epochs=4, **options)
+    train(tmp_path / "parts", "RandomRateMLP", "--resume", epochs=4, **options)
     with np.load(tmp_path / "parts" / "params.npz") as parts:
         for name in whole:
             np.testing.assert_array_equal(whole[name], parts[name])
@@ -56,10 +56,10 @@ def test_resume_from_a_checkpoint_equals_an_undisturbed_run(tmp_path, rule):
 def test_early_stop_keeps_the_best_epoch(tmp_path):
     pytest.importorskip("safetensors")
     options = {"rule": "EASGD", "rule_options__period": 3, "rule_options__asynchronous": "false"}
-    train(tmp_path / "best", "Overfits", epochs=3, **options)
+    train(tmp_path / "best", "OverfittingMLP", epochs=3, **options)
     best = {"keep_best": "['top5', 'max']", "patience": 2, "keep": 1, "checkpoint": 5, "epochs": 9, **options}
     for resume in ([], ["--resume"]):
-        done = train(tmp_path / "run", "Overfits", *resume, **best)
+        done = train(tmp_path / "run", "OverfittingMLP", *resume, **best)
         assert ("top5 max: no better for 2 epochs; the run ends after 5" in done.stdout) != bool(resume)
         assert [report["epoch"] for report in read_json_lines(tmp_path / "run", "reports")] == [1, 2, 3, 4, 5]
         checkpoint = CheckpointFolder(tmp_path / "run" / "checkpoints", keep_best=("top5", "max"))
@@ -73,7 +73,7 @@ def test_early_stop_keeps_the_best_epoch(tmp_path):
             assert not np.array_equal(params[name], last[name])
         (tmp_path / "run" / "best.npz").unlink()  # as if killed before its end
     # Another metric has no best value yet.
-    train(tmp_path / "run", "Overfits", "--resume", **{**best, "keep_best": "error", "epochs": 6})
+    train(tmp_path / "run", "OverfittingMLP", "--resume", **{**best, "keep_best": "error", "epochs": 6})
     assert read_json_lines(tmp_path / "run", "reports")[-1]["epoch"] == 6
 
 
@@ -139,8 +139,8 @@ def test_resume_after_a_signal_equals_an_undisturbed_run(tmp_path, signalled_run
     )
     undisturbed = signalled_runs / rule
     if not undisturbed.exists():
-        train(undisturbed, "Signalled", **options)
-    done = train(tmp_path / "parts", "Signalled", status=143, config__at=[mode, *place], **options)
+        train(undisturbed, "SignalledMLP", **options)
+    done = train(tmp_path / "parts", "SignalledMLP", status=143, config__at=[mode, *place], **options)
     record = json.loads((tmp_path / "parts" / "run.json").read_text())
     newest = max((tmp_path / "parts" / "checkpoints").iterdir())
     assert (record["status"], record["signal"], record["checkpoint"]) == (143, "SIGTERM", str(newest))
@@ -148,7 +148,7 @@ def test_resume_after_a_signal_equals_an_undisturbed_run(tmp_path, signalled_run
     assert not (tmp_path / "parts" / "params.npz").exists()
     n_steps = int(newest.name.removeprefix("rows-"))
     assert n_steps == 18 if mode == "val" else 9 < n_steps < 18
-    train(tmp_path / "parts", "Signalled", "--resume", **options)
+    train(tmp_path / "parts", "SignalledMLP", "--resume", **options)
     whole, parts = (np.load(folder / "params.npz") for folder in (undisturbed, tmp_path / "parts"))
     for name in whole:
         np.testing.assert_array_equal(whole[name], parts[name])
@@ -165,8 +165,8 @@ def test_resume_after_a_signal_equals_an_undisturbed_run(tmp_path, signalled_run
 def test_signal_ends_an_asynchronous_run(tmp_path):
     pytest.importorskip("safetensors")
     options = {"rule": "EASGD", "checkpoint": 1, "epochs": 2}
-    train(tmp_path, "Signalled", "--devices=cpu", "--ranks=3", status=143, config__at=["train", 0, 3], **options)
-    train(tmp_path, "Signalled", "--resume", **options)  # two of the three ranks continue
+    train(tmp_path, "SignalledMLP", "--devices=cpu", "--ranks=3", status=143, config__at=["train", 0, 3], **options)
+    train(tmp_path, "SignalledMLP", "--resume", **options)  # two of the three ranks continue
     assert [report["epoch"] for report in read_json_lines(tmp_path, "reports")] == [1, 2]
 
 

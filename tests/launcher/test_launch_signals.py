@@ -152,7 +152,7 @@ def list_process_tree(pid):
 )
 def test_kill_of_any_process_leaves_nothing(tmp_path, target, script):
     folder = tmp_path / "run"
-    model = {"modelfile": "launch_models.mlp_variants", "modelclass": "Stuck"}
+    model = {"modelfile": "launch_models.mlp_variants", "modelclass": "StuckMLP"}
     if script:
         settings = {**model, "devices": ["cpu", "cpu"], "folder": str(folder), "every": 1, "epochs": 1000}
         code = f"from synkhronos.exchange_rules import EASGD\nrule = EASGD()\nrule.init(**{settings!r})\nrule.wait()"
@@ -207,7 +207,7 @@ def test_signal_to_all_processes_still_writes_a_checkpoint(tmp_path, script):
 @pytest.mark.faults
 def test_second_signal_ends_a_run_at_once(tmp_path):
     pytest.importorskip("safetensors")
-    with start_checkpointed_run(tmp_path, False, "Stuck", checkpoint=1, grace=600) as process:
+    with start_checkpointed_run(tmp_path, False, "StuckMLP", checkpoint=1, grace=600) as process:
         wait_until_training(tmp_path, process)
         while any(len((tmp_path / f"rank-{r}.jsonl").read_text().splitlines()) < 3 for r in range(2)):
             time.sleep(0.05)

@@ -125,7 +125,7 @@ def test_avg_averages_parameters_after_each_step(tmp_path):
 
 
 def test_avg_excludes_batch_norm_gamma_and_beta(tmp_path):
-    train(tmp_path, "Normalized", rule_options__average="params")
+    train(tmp_path, "NormalizedRegression", rule_options__average="params")
     matches = [re.search(r"beta (\S+) w (.*)", (tmp_path / f"rank-{r}.log").read_text()) for r in range(2)]
     ws, velocities = [np.zeros(4)] * 2, [np.zeros(4)] * 2
     for epoch, parts in iterate_batches(2, 2):
@@ -146,7 +146,7 @@ def test_avg_excludes_batch_norm_gamma_and_beta(tmp_path):
 @pytest.mark.slow
 def test_class_methods_are_called_in_order(tmp_path, rule):
     options = {} if rule == "BSP" else {"rule": rule, "rule_options__period": 2}
-    done = train(tmp_path / "run", "Called", epochs=2, config__trace=f"'{tmp_path}'", **options)
+    done = train(tmp_path / "run", "RecordingRegression", epochs=2, config__trace=f"'{tmp_path}'", **options)
     calls = [json.loads((tmp_path / f"calls-{r}.json").read_text()) for r in range(2)]
     for rank, rank_calls in enumerate(calls):
         expected = [
@@ -173,7 +173,7 @@ def test_class_methods_are_called_in_order(tmp_path, rule):
 @pytest.mark.slow
 def test_asynchronous_rules_exchange_after_whole_batches(tmp_path):
     (tmp_path / "counted.py").write_text(
-        "from launch_models.theano_mpi import Called\n"
+        "from launch_models.theano_mpi import RecordingRegression\n"
         "from synkhronos.exchange_rules import EASGD\n"
         "def exchange(self, context, state, exchange=EASGD.exchange):\n"
         "    print('exchange', len([c for c in calls() if c[0] == 'train_iter']))\n"
@@ -182,7 +182,7 @@ def test_asynchronous_rules_exchange_after_whole_batches(tmp_path):
         "made = []\n"
         "def calls():\n"
         "    return made[0].calls\n"
-        "class Counted(Called):\n"
+        "class Counted(RecordingRegression):\n"
         "    def __init__(self, config):\n"
         "        super().__init__(config)\n"
         "        made.append(self)\n"
@@ -194,7 +194,7 @@ def test_asynchronous_rules_exchange_after_whole_batches(tmp_path):
 
 
 def test_val_iter_can_return_the_next_batch_or_stop(tmp_path):
-    done = train(tmp_path, "Stops", "--set=checkpoint=0")
+    done = train(tmp_path, "StoppingRegression", "--set=checkpoint=0")
     assert "val_iter() has returned 'stop': the run ends after epoch 2" in done.stdout
     assert [report["epoch"] for report in read_json_lines(tmp_path, "reports")] == [1, 2]
     calls = [re.findall(r"val_iter (\d) (\d)", (tmp_path / f"rank-{r}.log").read_text()) for r in range(2)]
@@ -232,9 +232,9 @@ def test_cdd_pending_gradients_survive_another_number_of_ranks():
 @pytest.mark.parametrize(
     ("name", "settings", "words"),
     [
-        ("Idle", {"rule": "EASGD"}, "no parameter has changed in 3 steps: this run trains nothing"),
-        ("Alike", {}, "ranks 0 and 1 have taken the same steps: they train on the same rows"),
-        ("AlikeInParts", {}, "ranks 0 and 1 have taken the same steps"),
+        ("UntrainedRegression", {"rule": "EASGD"}, "no parameter has changed in 3 steps: this run trains nothing"),
+        ("EqualRowsRegression", {}, "ranks 0 and 1 have taken the same steps: they train on the same rows"),
+        ("EqualRowsTwoFunctionRegression", {}, "ranks 0 and 1 have taken the same steps"),
     ],
 )
 @pytest.mark.slow
@@ -255,18 +255,19 @@ def test_training_with_an_infinite_parameter_is_no_training_of_nothing():
 
 @pytest.mark.slow
 def test_cdd_needs_vels2(tmp_path):
-    done = train(tmp_path / "one", "OneList", status=1)
+    done = train(tmp_path / "one", "RegressionWithoutVels2", status=1)
     assert re.search(
-        r"OneList: missing or invalid:\n  attributes vels and vels2: expected lists of shared variables", done.stderr
+        r"RegressionWithoutVels2: missing or invalid:\n  attributes vels and vels2: expected lists of shared variables",
+        done.stderr,
     )
-    done = train(tmp_path / "none", "Whole", status=1, rule_options__average="gradient")
-    assert "Whole: missing or invalid:\n  attributes vels and vels2: " in done.stderr
+    done = train(tmp_path / "none", "OneFunctionRegression", status=1, rule_options__average="gradient")
+    assert "OneFunctionRegression: missing or invalid:\n  attributes vels and vels2: " in done.stderr
 
 
 def test_check_runs_a_theano_mpi_class(tmp_path):
     code = f"""
 from synkhronos.launcher.check_model import check_class
-for name in ("Regression", "Whole", "Called", "Idle", "Alike", "AlikeInParts", "OneList"):
+for name in ("Regression", "OneFunctionRegression", "RecordingRegression", "UntrainedRegression", "EqualRowsRegression", "EqualRowsTwoFunctionRegression", "RegressionWithoutVels2"):
     print("-- class", name)
     print("-- status", check_class(f"launch_models/theano_mpi.py:{{name}}", {{"config": {{"trace": {str(tmp_path)!r}}}}}))
 print("-- class EASGD")
@@ -275,13 +276,18 @@ print("-- status", check_class("launch_models/theano_mpi.py:Regression", {{"rule
     done = subprocess.run([sys.executable, "-c", code], cwd=SUPPORT, env=ENVIRONMENT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     reports = dict(part.split("\n", 1) for part in done.stdout.split("-- class ")[1:])
-    for name in ("Regression", "Whole", "EASGD"):
+    for name in ("Regression", "OneFunctionRegression", "EASGD"):
         assert reports[name].endswith(": no problem found, on one rank and on two\n-- status 0\n"), reports[name]
-    assert "Idle: train_iter() changes none of params\n-- status 1" in reports["Idle"]
+    assert "UntrainedRegression: train_iter() changes none of params\n-- status 1" in reports["UntrainedRegression"]
     message = "with size 2 ranks 0 and 1 have taken the same steps: they train on the same rows"
-    assert f"Alike: {message}" in reports["Alike"] and f"AlikeInParts: {message}" in reports["AlikeInParts"]
-    assert "OneList: missing or invalid:\n  attributes vels and vels2" in reports["OneList"]
-    assert reports["Called"].endswith("-- status 0\n"), reports["Called"]
+    assert (
+        f"EqualRowsRegression: {message}" in reports["EqualRowsRegression"]
+        and f"EqualRowsTwoFunctionRegression: {message}" in reports["EqualRowsTwoFunctionRegression"]
+    )
+    assert (
+        "RegressionWithoutVels2: missing or invalid:\n  attributes vels and vels2" in reports["RegressionWithoutVels2"]
+    )
+    assert reports["RecordingRegression"].endswith("-- status 0\n"), reports["RecordingRegression"]
     calls = [call[0] for call in json.loads((tmp_path / "calls-0.json").read_text())]
     assert calls.count("train_iter") == 3  # as rank 0 of two: the last but one to be cleaned up
 

@@ -90,7 +90,7 @@ def make_watchdog(rank):
     return watchdog
 
 
-class World:
+class SimulatedSession:
     """Hosts with their ranks and agents; `get_state` and `set_state` read and write all of it."""
 
     def __init__(self, counts, waits=True, faults=1, deaths=0, agents_read_first="failed", early=False):
@@ -99,10 +99,10 @@ class World:
         self.reads_failed_first = agents_read_first == "failed"
         bounds = [sum(counts[:i]) for i in range(len(counts) + 1)]
         self.hosts = [range(*bounds[i : i + 2]) for i in range(len(counts))]
-        self.host_of = [h for h, local_ranks in enumerate(self.hosts) for _ in local_ranks]
+        self.host_by_rank = [h for h, local_ranks in enumerate(self.hosts) for _ in local_ranks]
         self.memories = [Memory(local_ranks, self.size) for local_ranks in self.hosts]
         threads = SimpleNamespace()
-        self.ranks = [Rank(r, 0, self.memories[self.host_of[r]], lambda: None, threads) for r in range(self.size)]
+        self.ranks = [Rank(r, 0, self.memories[self.host_by_rank[r]], lambda: None, threads) for r in range(self.size)]
         self.watchdogs = [make_watchdog(rank) for rank in self.ranks]
         for rank, watchdog in zip(self.ranks, self.watchdogs, strict=True):
             rank.pending_operations.append(watchdog)
@@ -164,7 +164,7 @@ class World:
         if self.dead:
             yield self.end_all_ranks, 0
         for r in range(self.size):
-            if self.host_of[r] not in self.dead:
+            if self.host_by_rank[r] not in self.dead:
                 yield self.take_step, r
                 yield self.run_watchdog, r
                 if self.faults_left and self.pcs[r] < FAILED:
@@ -383,29 +383,29 @@ class World:
             assert len(set(self.started)) == 1, "connections are equal, but not the collectives started on them"
 
 
-def explore(world):
+def explore(simulated_session):
     """Visit and check all reachable states; return their number."""
-    first = world.get_state()
+    first = simulated_session.get_state()
     known, waiting = {first: None}, [first]
     while waiting:
         state = waiting.pop()
-        world.set_state(state)
+        simulated_session.set_state(state)
         is_last = True
-        for transition, argument in list(world.iterate_transitions()):
-            world.set_state(state)
-            world.is_idle = False
+        for transition, argument in list(simulated_session.iterate_transitions()):
+            simulated_session.set_state(state)
+            simulated_session.is_idle = False
             try:
                 transition(argument)
             except Blocked:
                 continue
-            is_last &= world.is_idle
-            after = world.get_state()
+            is_last &= simulated_session.is_idle
+            after = simulated_session.get_state()
             if after not in known:
                 known[after] = state, transition.__name__, argument
                 waiting.append(after)
-        world.set_state(state)
+        simulated_session.set_state(state)
         try:
-            world.check(is_last)
+            simulated_session.check(is_last)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{list_transitions(known, state)}") from None
     return len(known)
@@ -429,7 +429,7 @@ def quick(monkeypatch):
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize(("counts", "faults"), [((1, 1), 1), ((2,), 1), ((2,), 2), ((3,), 1), ((3,), 2)])
 def test_model_all_ranks_decide_equally_in_any_order(counts, faults, waits):
-    assert explore(World(counts, waits, faults)) > 200
+    assert explore(SimulatedSession(counts, waits, faults)) > 200
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -439,7 +439,7 @@ def test_model_finds_ranks_that_decide_alone(monkeypatch, waits):
 
     monkeypatch.setattr(CommandBarriers, "fail_command", fail)
     with pytest.raises(AssertionError, match="neither ends nor is aborted"):
-        explore(World((3,), waits, faults=2))
+        explore(SimulatedSession((3,), waits, faults=2))
 
 
 def test_model_finds_a_read_before_the_failure_is_written(monkeypatch):
@@ -454,31 +454,31 @@ def test_model_finds_a_read_before_the_failure_is_written(monkeypatch):
         words[ControlMemory.FAILED] = FIRST
         record_last_common_barrier(words, FIRST, words[ControlMemory.MESSAGE_NBYTES])
 
-    original = World.abort_first
-    monkeypatch.setattr(World, "abort_first", abort_first)
+    original = SimulatedSession.abort_first
+    monkeypatch.setattr(SimulatedSession, "abort_first", abort_first)
     monkeypatch.setattr(CommandBarriers, "fail_command", fail)
     with pytest.raises(AssertionError, match="some ranks pass the barrier, and others abort"):
-        explore(World((3,)))
+        explore(SimulatedSession((3,)))
 
 
 @pytest.mark.slow
 def test_model_two_ranks_on_a_host_report_once():
-    assert explore(World((2, 1))) > 10_000
+    assert explore(SimulatedSession((2, 1))) > 10_000
 
 
 def test_model_death_of_a_host_ends_all():
-    assert explore(World((1, 1), deaths=1)) > 2_000
+    assert explore(SimulatedSession((1, 1), deaths=1)) > 2_000
 
 
 def test_model_agent_may_poll_early():
-    assert explore(World((1, 1), early=True)) > 5_000
+    assert explore(SimulatedSession((1, 1), early=True)) > 5_000
 
 
 @pytest.mark.slow
 def test_model_finds_an_agent_that_reads_in_the_wrong_order():
     # A rank that arrives between the two reads continues, while its host decides that not all had arrived.
     with pytest.raises(AssertionError, match="some ranks pass the barrier, and others abort"):
-        explore(World((2, 1), agents_read_first="barrier", early=True))
+        explore(SimulatedSession((2, 1), agents_read_first="barrier", early=True))
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -489,7 +489,7 @@ def test_model_finds_a_host_that_decides_too_early(monkeypatch, waits):
 
     monkeypatch.setattr(BarrierTally, "pop_decided", pop_decided)
     with pytest.raises(AssertionError, match="neither ends nor is aborted"):
-        explore(World((1, 1), waits))
+        explore(SimulatedSession((1, 1), waits))
 
 
 def test_model_finds_a_host_that_forwards_no_failures(monkeypatch):
@@ -499,7 +499,7 @@ def test_model_finds_a_host_that_forwards_no_failures(monkeypatch):
     original = BarrierTally.record_own_state
     monkeypatch.setattr(BarrierTally, "record_own_state", update)
     with pytest.raises(AssertionError, match="never ends"):
-        explore(World((1, 1)))
+        explore(SimulatedSession((1, 1)))
 
 
 def test_agent_counts_steps_of_other_hosts():
@@ -522,4 +522,4 @@ if __name__ == "__main__":  # takes minutes
     for counts in ((2, 1), (1, 2), (1, 1, 1)):
         for waits in (True, False):
             for deaths in (0, 1):
-                print(counts, waits, deaths, explore(World(counts, waits, deaths=deaths)), flush=True)
+                print(counts, waits, deaths, explore(SimulatedSession(counts, waits, deaths=deaths)), flush=True)

@@ -75,7 +75,7 @@ def test_global_generators_repeat_from_the_masters_seed(fork, master):
     first = run(7)
     np.testing.assert_array_equal(run(7), first)
     assert not np.isin(run(8), first).any()
-    # The master's numbers are those of the serial program.
+    # The master's numbers are those of the serial script.
     np.random.seed(7)
     random.seed(7)
     for values in first[:, master]:

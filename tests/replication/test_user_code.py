@@ -77,7 +77,7 @@ def test_user_code_of_a_reloaded_module_is_sent_again(fork, write):
     write(scale=30.0)
     importlib.reload(module)
     assert call_with_ones(make_gather_function(module.Scale())) == [30.0] * 5
-    # The old class calls the module's new function, as in a serial program.
+    # The old class calls the module's new function, as in a serial script.
     assert call_with_ones(old) == [30.0] * 5
 
 

@@ -40,7 +40,7 @@ def wait_until_training(folder, process):
 
 
 @contextlib.contextmanager
-def start_checkpointed_run(tmp_path, script, name="Slow", **settings):
+def start_checkpointed_run(tmp_path, script, name="SlowMLP", **settings):
     """Context with a run that writes checkpoints; its supervisor is killed at the end of the block."""
     settings = {"modelfile": "launch_models.mlp_variants", "modelclass": name, "every": 1, "epochs": 1000, **settings}
     if script:

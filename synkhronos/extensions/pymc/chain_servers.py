@@ -115,11 +115,11 @@ def _run_server(pipe: Connection, inherited_pipes: list[Connection], number: int
         try:
             results: Any = distributed_sum.evaluate(params, with_gradients)
         except Exception as error:
-            results = _make_picklable(error)
+            results = _to_picklable(error)
         pipe.send(results)
 
 
-def _make_picklable(error: Exception) -> Exception:
+def _to_picklable(error: Exception) -> Exception:
     """Return the error, or a RuntimeError that names it if it can't be sent to another process."""
     try:
         return pickle.loads(ForkingPickler.dumps(error))
@@ -129,7 +129,7 @@ def _make_picklable(error: Exception) -> Exception:
 
 @contextlib.contextmanager
 def _serve_sums(sums: Sequence[Any], n_servers: int) -> Iterator[None]:
-    """Return a context manager: within it, threads of a sampler evaluate these sums on servers."""
+    """Let threads of a sampler evaluate these sums on servers, until the context is left."""
     servers = ChainServers(n_servers)
     for distributed_sum in sums:
         distributed_sum.remote_evaluator = servers

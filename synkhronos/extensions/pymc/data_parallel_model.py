@@ -146,24 +146,23 @@ class DataParallelModel(pm.Model):
             rank_counts = [*(1 << i for i in range(share.bit_length()) if 1 << i < share), share]
         evaluate_alone, evaluate_parallel = _make_evaluator(model), _make_evaluator(self)
         evaluate_alone(), evaluate_parallel()  # compiled here once, and not by each chain
-        rates = {"PyMC alone": measure_evaluation_rate(evaluate_alone, chains)}
-        fastest, min_rate = "PyMC alone", rates["PyMC alone"] * _MIN_GAIN
+        rates = [measure_evaluation_rate(evaluate_alone, chains)]
+        fastest, min_rate = 0, rates[0] * _MIN_GAIN  # 0 ranks: PyMC alone
         for count in rank_counts:
             self._limit_chain_ranks(count)
-            name = f"{count} rank{'s' if count > 1 else ''}"
-            rates[name] = measure_evaluation_rate(evaluate_parallel, chains)
-            if rates[name] > min_rate:
-                fastest, min_rate = name, rates[name]
-        times = ", ".join(f"{name} {1e3 * chains / rate:.3g} ms" for name, rate in rates.items())
-        _log.info("Each of %s chains is computed by %s. Times of a gradient: %s", chains, fastest, times)
-        if fastest == "PyMC alone":
+            rates.append(measure_evaluation_rate(evaluate_parallel, chains))
+            if rates[-1] > min_rate:
+                fastest, min_rate = count, rates[-1]
+        names = {0: "PyMC alone"} | {count: f"{count} rank{'s' if count > 1 else ''}" for count in rank_counts}
+        times = ", ".join(f"{name} {1e3 * chains / r:.3g} ms" for name, r in zip(names.values(), rates, strict=True))
+        _log.info("Each of %s chains is computed by %s. Times of a gradient: %s", chains, names[fastest], times)
+        if not fastest:
             self.reasons.update(
                 (variable.name, f"PyMC alone is as quick: {times}") for variable in self._distributed_logps
             )
             self._distributed_logps, self.distributed_sums = {}, []
         else:  # the largest number is a share, and chains may divide the remainder
-            count = int(fastest.split()[0])
-            self._limit_chain_ranks(None if count == rank_counts[-1] else count)
+            self._limit_chain_ranks(None if fastest == rank_counts[-1] else fastest)
 
     def _limit_chain_ranks(self, count: int | None) -> None:
         for distributed_sum in self.distributed_sums:
@@ -177,7 +176,7 @@ class _ModelSum(DistributedSum):
         """Rewrite the sum as PyMC does."""
         return rewrite_pregrad(total)
 
-    def stop_at_exit(self, error: ranks.WorkerError) -> None:
+    def handle_worker_error(self, error: ranks.WorkerError) -> None:
         """Stop the sampler if the session has ended, unless this is a chain's process, which reports the error."""
         session = self.rows.session
         if (session is None or session.close_reason is not None) and not find_chain():
@@ -231,11 +230,11 @@ def _make_distributed_logp(model: pm.Model, variable: Variable) -> Any:
     sums = [total for total in _find_full_sums(terms) if _reads_data(total)]
     if not sums:
         raise NotRowwiseError("it is one number, and not computed from sums of an element for each row")
-    replaced = {}
+    replacements = {}
     for total in sums:
         (addends,) = total.owner.inputs
-        replaced[total] = _sum_terms_on_ranks(model, addends, _evaluate_shape(model, addends), variable.name)
-    return replace_variables(terms, get_library(terms).sort_nodes([terms]), replaced)
+        replacements[total] = _sum_terms_on_ranks(model, addends, _evaluate_shape(model, addends), variable.name)
+    return replace_variables(terms, get_library(terms).sort_nodes([terms]), replacements)
 
 
 def _find_full_sums(scalar: Any) -> list[Any]:

@@ -28,7 +28,7 @@ __all__ = ["simplify_logistic"]
 def simplify_logistic(terms: Variable) -> Any:
     """Return terms with equal values, in which the logarithm of a row's probability is computed once."""
     nodes = get_library(terms).sort_nodes([terms])
-    replaced: dict[Any, Any] = {}
+    replacements: dict[Any, Any] = {}
     for node in nodes:
         if is_elementwise(node, basic.Switch):
             condition, success, failure = node.inputs
@@ -37,20 +37,22 @@ def simplify_logistic(terms: Variable) -> Any:
             if score is not None and score is _get_operand(complement, math.Sigmoid):
                 # PyTensor would put the softplus into a switch again.
                 sign = 1.0 - 2.0 * pt.neq(condition, 0)
-                replaced[node.outputs[0]] = -pt.softplus(sign * score)
+                replacements[node.outputs[0]] = -pt.softplus(sign * score)
         elif is_elementwise(node, basic.GE | basic.LE):
             # A probability is in its bounds unless it is nan.
             probability, bound = node.inputs
             score = _get_operand(probability, math.Sigmoid)
             limit = 0 if isinstance(node.op.scalar_op, basic.GE) else 1
             if score is not None and _is_constant(bound, limit):
-                replaced[node.outputs[0]] = ~pt.isnan(score)  # PyTensor would rewrite eq(score, score) to True
-    return replace_variables(terms, nodes, replaced)
+                replacements[node.outputs[0]] = ~pt.isnan(score)  # PyTensor would rewrite eq(score, score) to True
+    return replace_variables(terms, nodes, replacements)
 
 
-def _get_operand(variable: Any, kind: Any) -> Any:
+def _get_operand(variable: Any, scalar_op_class: Any) -> Any:
     """Return the operand of an elementwise function; None if `variable` is None, or another function's value."""
-    return variable.owner.inputs[0] if variable is not None and is_elementwise(variable.owner, kind) else None
+    return (
+        variable.owner.inputs[0] if variable is not None and is_elementwise(variable.owner, scalar_op_class) else None
+    )
 
 
 def _is_constant(variable: Any, value: int) -> bool:

@@ -362,7 +362,7 @@ def _compute_draws(
                 array.dims,
                 shape=shapes[name],
                 dtype=array.dtype,
-                chunks=_choose_chunks(array.shape[2:], block_length),
+                chunks=_choose_chunk_shape(array.shape[2:], block_length),
             )
             for name, array in template.items()
         }
@@ -376,7 +376,7 @@ def _allocate_shared(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return np.frombuffer(memory, dtype, math.prod(shape)).reshape(shape)
 
 
-def _choose_chunks(shape: tuple[int, ...], block_length: int) -> tuple[int, ...]:
+def _choose_chunk_shape(shape: tuple[int, ...], block_length: int) -> tuple[int, ...]:
     """Return the shape of a chunk, to which only one process writes.
 
     ``shape`` is that of one draw.
@@ -387,7 +387,7 @@ def _choose_chunks(shape: tuple[int, ...], block_length: int) -> tuple[int, ...]
 
 @contextlib.contextmanager
 def _create_group(store: str | os.PathLike[str], group: str, empty_dataset: Any) -> Iterator[Any]:
-    """Context with a new Zarr group of a dataset without variables; after an error, the group is removed."""
+    """Create a Zarr group of a dataset without variables, and yield it; after an error, remove it."""
     import zarr
 
     path = Path(store)

@@ -76,7 +76,7 @@ class RowRestrictor:
         self._subrestrictors: dict[Any, RowRestrictor] = {}
         self._restricted: dict[tuple[Any, int], Any] = {}
         self._placeholders: dict[Any, Any] = {}
-        self._values: dict[Any, Any] = {}
+        self._folded_constants: dict[Any, Any] = {}
         self._data: dict[Any, tuple[ComputedRows, tuple[int, ...]] | None] = {}
         self._row_numbers = pt.constant(np.arange(length))
 
@@ -223,13 +223,13 @@ class RowRestrictor:
         """
         if variable.owner is None or not self._is_row_constant(variable):
             return variable
-        if variable not in self._values:
+        if variable not in self._folded_constants:
             values = _compile_data(variable)()
             leaves = [leaf.data for leaf in list_leaves([variable])]
             if isinstance(values, np.ndarray) and not any(np.may_share_memory(values, leaf) for leaf in leaves):
                 values.flags.writeable = False  # not an array of the user, so evaluations need not check it for changes
-            self._values[variable] = pt.constant(values, name=variable.name)
-        return self._values[variable]
+            self._folded_constants[variable] = pt.constant(values, name=variable.name)
+        return self._folded_constants[variable]
 
     def _is_row_constant(self, variable: Variable) -> bool:
         """Whether a variable is computed from constants only, and a constant has an axis of the number of rows."""
@@ -241,10 +241,10 @@ class RowRestrictor:
         )
 
     def _find_data(self, variable: Variable) -> tuple[ComputedRows, tuple[int, ...]] | None:
-        """Return the values of a variable that is data or computed from data only, and their shape; else None.
+        """Return the values of a variable that is computed from data only, and their shape; None for other variables.
 
-        They are computed when rows are sent, and not by the ranks at each evaluation.  Values with more elements than
-        the data from which they are computed would take much memory: None as well.
+        They are computed when rows are sent, and not by the ranks at each evaluation.  None is also returned if the
+        values have more elements than the data, and so would take much memory.
         """
         if variable not in self._data:
             self._data[variable] = self._make_data(variable)
@@ -301,9 +301,9 @@ class RowRestrictor:
     def _restrict_computed(self, variable: Variable, axis: int) -> Any:
         """Apply the rule of the operation that computes `variable`."""
         node = variable.owner
-        for kind in type(node.op).__mro__:
-            if kind in self.rules:
-                restricted = self.rules[kind](self, node, axis)
+        for op_class in type(node.op).__mro__:
+            if op_class in self.rules:
+                restricted = self.rules[op_class](self, node, axis)
                 if isinstance(restricted, list):  # one for each output
                     for output, result in zip(node.outputs, restricted, strict=True):
                         if not isinstance(result, NotRowwiseError):
@@ -382,7 +382,7 @@ def _get_shape(data: Any) -> tuple[int, ...]:
 
 
 def list_kept_axes(node: Node) -> list[int]:
-    """Return the axes that a reduction keeps."""
+    """Return the axes of its input that a reduction keeps."""
     ndim = node.inputs[0].type.ndim
     reduced = range(ndim) if node.op.axis is None else node.op.axis
     return [i for i in range(ndim) if i not in reduced]

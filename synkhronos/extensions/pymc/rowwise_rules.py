@@ -434,8 +434,8 @@ def _restrict_op_from_graph(restrictor: RowRestrictor, node: Node, axis: int) ->
     (output, *other_outputs) = graph.outputs
     if other_outputs:
         raise NotRowwiseError(f"{node.op} has several outputs")
-    replaced = dict(zip(graph.inputs, node.inputs, strict=True))
-    return restrictor.restrict(replace_variables(output, get_library(output).sort_nodes([output]), replaced), axis)
+    replacements = dict(zip(graph.inputs, node.inputs, strict=True))
+    return restrictor.restrict(replace_variables(output, get_library(output).sort_nodes([output]), replacements), axis)
 
 
 #: The rule of each operation, by the class of the Op.

@@ -134,7 +134,7 @@ class _LoopBuilder:
         if axis == 0:
             return self._restrict_steps(positions)
         inputs = [*self._sequences, *self._states, *self._constants]
-        all_variables = {id(loop_input): list(loop_input.inner) for loop_input in inputs}
+        original_variables = {id(loop_input): list(loop_input.inner) for loop_input in inputs}
         step = _StepRestrictor(self._restrictor, inputs)
         pending: dict[int, int | None] = dict.fromkeys(positions, axis - 1)
         outputs: dict[int, Any] = {}
@@ -144,37 +144,37 @@ class _LoopBuilder:
                 outputs[position] = value if row_axis is None else step.restrict(value, row_axis)
                 if position < self._n_states and row_axis is not None:
                     state = self._states[position]
-                    for variable in all_variables[id(state)]:
+                    for variable in original_variables[id(state)]:
                         step.restrict(variable, row_axis)
                     outputs[position] = state.inner[0].type.filter_variable(outputs[position])
-            read = list_leaves([*outputs.values(), *self._conditions])
+            read_variables = list_leaves([*outputs.values(), *self._conditions])
             pending = {
                 i: state.row_axis
                 for i, state in enumerate(self._states)
-                if i not in outputs and not read.isdisjoint(state.inner)
+                if i not in outputs and not read_variables.isdisjoint(state.inner)
             }
         for loop_input in inputs:
-            if loop_input.row_axis is not None and not read.isdisjoint(all_variables[id(loop_input)]):
+            if loop_input.row_axis is not None and not read_variables.isdisjoint(original_variables[id(loop_input)]):
                 raise NotRowwiseError(f"{self._node.op} mixes rows, or its number of steps depends on them")
-        return self._make_loop(outputs, read, self._n_steps)
+        return self._make_loop(outputs, read_variables, self._n_steps)
 
     def _restrict_steps(self, positions: Sequence[int]) -> dict[int, Any]:
         """Return outputs of a loop whose steps are the rows."""
         outputs = {i: self._outputs[i] for i in positions}
-        read = list_leaves(outputs.values())
+        read_variables = list_leaves(outputs.values())
         if (
             self._conditions
             or any(i < self._n_states for i in positions)
-            or any(not read.isdisjoint(state.inner) for state in self._states)
+            or any(not read_variables.isdisjoint(state.inner) for state in self._states)
         ):
             raise NotRowwiseError(f"{self._node.op} mixes rows: a row depends on the rows before")
         for loop_input in self._constants:
-            if isinstance(loop_input.outer, SharedVariable) and not read.isdisjoint(loop_input.inner):
+            if isinstance(loop_input.outer, SharedVariable) and not read_variables.isdisjoint(loop_input.inner):
                 raise NotRowwiseError(f"each step of {self._node.op} reads {loop_input.outer}: pass it as a sequence")
-        return self._make_loop(outputs, read, self._restrictor.n_rows_variable, steps_are_rows=True)
+        return self._make_loop(outputs, read_variables, self._restrictor.n_rows_variable, steps_are_rows=True)
 
     def _make_loop(
-        self, outputs: dict[int, Any], read: KeysView[Any], n_steps: Any, steps_are_rows: bool = False
+        self, outputs: dict[int, Any], read_variables: KeysView[Any], n_steps: Any, steps_are_rows: bool = False
     ) -> dict[int, Any]:
         """Return the outputs of a loop with these outputs of a step, which read the variables ``read``."""
 
@@ -189,12 +189,12 @@ class _LoopBuilder:
         states = [self._states[i] for i in positions if i < self._n_states]
         n_others = len(outputs) - len(states)
         sequences, constants = (
-            [loop_input for loop_input in inputs if not read.isdisjoint(loop_input.inner)]
+            [loop_input for loop_input in inputs if not read_variables.isdisjoint(loop_input.inner)]
             for inputs in (self._sequences, self._constants)
         )
         inner = [v for loop_input in (*sequences, *states, *constants) for v in loop_input.inner]
         # Data within the graph of a step, and the number of rows.
-        captured = [v for v in read if v not in inner and not isinstance(v, Constant)]
+        captured = [v for v in read_variables if v not in inner and not isinstance(v, Constant)]
         op = self._node.op
         info = replace(
             op.info,

@@ -65,15 +65,15 @@ def _wrap_sampler(name: str, original: Callable[..., Any]) -> Callable[..., Any]
 
 
 @dataclass
-class SamplerProgram:
+class SamplerCall:
     """A sampler and its arguments, as they are sent to the ranks."""
 
     #: "numpyro" or "blackjax".
     name: str
     #: The model's value variables.
     inputs: list[Any]
-    #: The log-density with the sampler's sign; its sums over rows are `SpmdSums`.
-    potential: Any
+    #: The log-density times 1 or -1, as the sampler takes it; its sums over rows are `SpmdSums`.
+    signed_logp: Any
     #: Further arguments of PyMC's function.
     arguments: dict[str, Any]
     jax_settings: dict[str, Any]
@@ -90,15 +90,15 @@ def _sample_on_ranks(name: str, arguments: dict[str, Any]) -> tuple[Any, Any, Mo
         return RankSumGraph(inputs, total, distributed_sum.float_positions, distribute_variables(session, shareds))
 
     (logp,) = sys.modules[_PYMC_JAX_MODULE]._replace_shared_variables([model.logp()])
-    potential = replace_sums(_LOGP_SIGNS[name] * logp, make_graph)
+    signed_logp = replace_sums(_LOGP_SIGNS[name] * logp, make_graph)
     other_arguments = {key: value for key, value in arguments.items() if key not in ("model", "logp_fn")}
-    program = SamplerProgram(name, list(model.value_vars), potential, other_arguments, get_jax_settings())
+    sampler_call = SamplerCall(name, list(model.value_vars), signed_logp, other_arguments, get_jax_settings())
     key = "sampler", next(_key_numbers)
     with session.call_lock:
         session.begin_call()
         try:
-            session.rank.add_object(key, program)
-            Replicator.get_or_create(session).send([(key, program)], [potential])
+            session.rank.add_object(key, sampler_call)
+            Replicator.get_or_create(session).send([(key, sampler_call)], [signed_logp])
             draws, stats = session.run(RunSampler(key))
         finally:
             session.memory.release("object", key)
@@ -109,40 +109,40 @@ def _sample_on_ranks(name: str, arguments: dict[str, Any]) -> tuple[Any, Any, Mo
 class RunSampler(Command):
     """Command that runs a sampler on every rank."""
 
-    #: Key of the `SamplerProgram` among the ranks' objects.
+    #: Key of the `SamplerCall` among the ranks' objects.
     key: tuple[str, int]
 
     def run(self, rank: Rank) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
         """Return draws and statistics."""
-        program: SamplerProgram = rank.get_object(self.key)
+        sampler_call: SamplerCall = rank.get_object(self.key)
         names: list[str] = []
 
         def sample() -> list[np.ndarray]:
-            draws, stats = _sample_on_this_rank(program)
+            draws, stats = _sample_on_this_rank(sampler_call)
             names[:] = stats
             return [np.asarray(array) for array in (*draws, *stats.values())]
 
-        is_vectorized = program.arguments["chain_method"] == "vectorized"
-        arrays = list(SpmdProgram(rank, is_vectorized).run(sample, program.jax_settings))
-        count = len(program.inputs)
+        is_vectorized = sampler_call.arguments["chain_method"] == "vectorized"
+        arrays = list(SpmdProgram(rank, is_vectorized).run(sample, sampler_call.jax_settings))
+        count = len(sampler_call.inputs)
         return arrays[:count], dict(zip(names, arrays[count:], strict=True))
 
 
-def _sample_on_this_rank(program: SamplerProgram) -> tuple[Any, dict[str, Any]]:
+def _sample_on_this_rank(sampler_call: SamplerCall) -> tuple[Any, dict[str, Any]]:
     """Run PyMC's function on this rank; return draws and statistics."""
     module = importlib.import_module(_PYMC_JAX_MODULE)
     register_conversions()
-    potential = module.get_jaxified_graph(inputs=program.inputs, outputs=[program.potential])
-    arguments = dict(program.arguments)
+    signed_logp = module.get_jaxified_graph(inputs=sampler_call.inputs, outputs=[sampler_call.signed_logp])
+    arguments = dict(sampler_call.arguments)
     changes: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if arguments["chain_method"] == "parallel":
         # PyMC would compute chains on several devices of a process, whose all-reduces would have no order.
-        if program.name == "numpyro":
+        if sampler_call.name == "numpyro":
             arguments["chain_method"] = "sequential"
         else:
             changes = replace_attribute(module.jax, "pmap", map_sequentially)
-    sample = getattr(module, f"_sample_{program.name}_nuts")
+    sample = getattr(module, f"_sample_{sampler_call.name}_nuts")
     sample = getattr(sample, "__wrapped__", sample)
     with changes:
-        draws, stats, _ = sample(model=None, logp_fn=lambda x: potential(*x)[0], **arguments)
+        draws, stats, _ = sample(model=None, logp_fn=lambda x: signed_logp(*x)[0], **arguments)
     return draws, stats

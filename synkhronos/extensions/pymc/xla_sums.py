@@ -70,20 +70,20 @@ def replace_sums(variable: Variable, make_graph: Callable[[DistributedSum], Rank
     """
     while True:
         nodes = get_library(variable).sort_nodes([variable])
-        sums: list[Apply] = []
+        sum_nodes: list[Apply] = []
         dependent: set[Variable] = set()
         for node in nodes:
             if dependent.isdisjoint(node.inputs) and not isinstance(node.op, SumOverRows):
                 continue
             if dependent.isdisjoint(node.inputs):
-                sums.append(node)
+                sum_nodes.append(node)
             dependent.update(node.outputs)
-        if not sums:
+        if not sum_nodes:
             return variable
-        op = SpmdSums([make_graph(node.op.sum) for node in sums])
-        results = op(*[value for node in sums for value in node.inputs], return_list=True)
-        replaced = {node.outputs[0]: result for node, result in zip(sums, results, strict=True)}
-        variable = replace_variables(variable, nodes, replaced)
+        op = SpmdSums([make_graph(node.op.sum) for node in sum_nodes])
+        results = op(*[value for node in sum_nodes for value in node.inputs], return_list=True)
+        replacements = {node.outputs[0]: result for node, result in zip(sum_nodes, results, strict=True)}
+        variable = replace_variables(variable, nodes, replacements)
 
 
 def register_conversions() -> None:
@@ -104,8 +104,8 @@ def _convert_spmd_sums(op: SpmdSums, **_: Any) -> Callable[..., Any]:
         rows = [get_storage(program.rank.get_object(key))[0] for key in graph.row_keys]
         compile_function = get_library(graph.total).function
         functions.append(program.compile_for_local_rows(compile_function, graph.inputs, graph.total, rows))
-    counts = [len(graph.inputs) - len(graph.row_keys) for graph in op.graphs]
-    return fuse_sums(functions, counts, [graph.float_positions for graph in op.graphs], program.all_reduce)
+    param_counts = [len(graph.inputs) - len(graph.row_keys) for graph in op.graphs]
+    return fuse_sums(functions, param_counts, [graph.float_positions for graph in op.graphs], program.all_reduce)
 
 
 def _convert_sum_over_rows(op: SumOverRows, **_: Any) -> Callable[..., Any]:

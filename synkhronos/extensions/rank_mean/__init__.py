@@ -43,8 +43,8 @@ def rank_mean(values: Any, rows: Any) -> Any:
     return _make_op(library.name)(values, rows)
 
 
-def _make_op(name: str) -> Any:
-    if name == "theano":
+def _make_op(library_name: str) -> Any:
+    if library_name == "theano":
         from synkhronos.extensions.rank_mean.theano import TheanoRankMean
 
         return TheanoRankMean()

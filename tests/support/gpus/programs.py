@@ -56,7 +56,7 @@ def train():
     print(compute_digest(w.get_value(), v.get_value(), np.array(losses)))
 
 
-def collectives():
+def run_collectives():
     """Run all collectives, and print digests of the results."""
     import pytensor
 
@@ -81,7 +81,7 @@ def collectives():
         assert synk.get_shapes(s) == [(1001 * n,)] * n
 
 
-def groups():
+def run_groups():
     """Run collectives in groups, and send arrays between two ranks; print digests of the results."""
     fork()
     for results in synk.run(run_in_groups):
@@ -93,7 +93,7 @@ def _reduce_values(values, op):
     return ufunc.reduce(values, dtype=values[0].dtype)
 
 
-def faults():
+def fail_and_reconnect():
     """Fail on each rank in turn, in a collective or after it, and reconnect; then kill one rank."""
     import pytensor
 
@@ -123,7 +123,7 @@ def faults():
 
 
 @mock.patch.dict(os.environ, NCCL_SOCKET_IFNAME="lo")
-def interface():
+def report_interface_error():
     """Start new ranks for which NCCL uses the loopback interface; print the error of its connection."""
     import pytensor
 
@@ -137,7 +137,7 @@ def interface():
         print(str(error).partition("\n")[0])
 
 
-def refused():
+def request_too_many_gpus():
     """Request more ranks than there are GPUs, and print the error."""
     for hosts in (["a:1", "b:3"], ["a:3", "b:1"]):
         try:
@@ -148,7 +148,7 @@ def refused():
     print(get_rank_device(ranks.get_session().rank).name)
 
 
-def parts():
+def use_parts():
     """Compute on rows that each host has loaded; print the page-locked memory on this host."""
     import pytensor.tensor as T
 
@@ -163,7 +163,7 @@ def parts():
     data.free_memory()
 
 
-def theano():
+def all_reduce_theano_arrays():
     """All-reduce Theano's arrays on GPUs, and copy rows to them; print the results."""
     import theano  # noqa: F401 - by which the library knows whose GPUs they are
 

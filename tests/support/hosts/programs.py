@@ -82,7 +82,7 @@ def set_values(s: Any, values: list[np.ndarray]) -> None:
         synk.set_value(r, s, value)
 
 
-def collectives() -> None:
+def run_collectives() -> None:
     """Run all collectives, and print digests of the results."""
     n = fork()
     rng = np.random.default_rng(1)
@@ -121,7 +121,7 @@ def collectives() -> None:
     print(synk.get_lengths(t))
 
 
-def functions() -> None:
+def call_functions() -> None:
     """Call functions of all kinds, and compare the results with NumPy's."""
     fork()
     x, i = tensor.dmatrix("x"), tensor.lvector("i")
@@ -155,7 +155,7 @@ def functions() -> None:
         print("right")
 
 
-def files(path: str, other: str) -> None:
+def map_files(path: str, other: str) -> None:
     """Map a file on both hosts; then a file that is missing on the second."""
     fork()
     x = tensor.dmatrix("x")
@@ -190,7 +190,7 @@ def check_error(error: type[Exception], words: str, call: Any) -> None:
         raise AssertionError(words)
 
 
-def parts() -> None:
+def use_parts() -> None:
     """Load rows on each host, compute on them, and index rows of other hosts."""
     n = fork()
     n_local_ranks, is_alone = int(HOSTS[0].partition(":")[2]), len(HOSTS) == 1
@@ -251,7 +251,7 @@ def use_local_rows(context: synk.RankContext, rows: Any, f: Any) -> Any:
     return local_rows, f(rows[local_rows.start : local_rows.stop][1:]), errors
 
 
-def parts_programs() -> None:
+def pass_parts_to_programs() -> None:
     """Pass rows that each host has loaded to programs of ranks."""
     n = fork()
     from hosts import programs
@@ -276,7 +276,7 @@ def parts_programs() -> None:
     print("right", n)
 
 
-def parts_trainer(counts: str) -> None:
+def train_on_parts(counts: str) -> None:
     """Train on rows that each host has loaded, from a checkpoint within an epoch too; print digests.
 
     On one host, its ranks are treated as those of several hosts, with these counts.  On hosts of different
@@ -332,7 +332,7 @@ def parts_trainer(counts: str) -> None:
                 print(name, "sent", synk.bytes_sent() - before, file=sys.stderr)
 
 
-def parts_memory() -> None:
+def measure_parts_memory() -> None:
     """Load 32 MB, and print the memory that this rank allocates for it."""
     fork()
     with mock.patch.object(os, "posix_fallocate", wraps=os.posix_fallocate) as allocate:
@@ -423,7 +423,7 @@ def get_last_item(context: synk.RankContext, rows: Any) -> float:
     return float(rows.array[-1, -1])
 
 
-def locks() -> None:
+def use_locks() -> None:
     """Use locks across hosts at random; after a failure all ranks continue."""
     n = fork()
     from hosts import programs
@@ -445,7 +445,7 @@ def locks() -> None:
     print("right")
 
 
-def rules() -> None:
+def run_rule_tests() -> None:
     """Run the tests of asynchronous rules from test_exchange_rules.py on these hosts."""
     n = fork()
     import test_exchange_rules as tests
@@ -465,7 +465,7 @@ def rules() -> None:
     print("right")
 
 
-def trainer() -> None:
+def train_by_trainer() -> None:
     """Train under each synchronous rule, also from a checkpoint, and print digests."""
     import tempfile
 
@@ -483,7 +483,7 @@ def trainer() -> None:
         print(name, compute_digest(model.values(), losses, again.values(), resumed_losses))
 
 
-def options() -> None:
+def train_with_options() -> None:
     """Train with a sharded optimizer and other options, on rows that are no multiple of the ranks; print digests."""
     import tempfile
 
@@ -625,7 +625,7 @@ def describe_process(context: synk.RankContext, kills_server: bool = False) -> t
     return os.getpid(), os.getcwd(), os.environ.get("SYNKHRONOS_TEST")
 
 
-def replace() -> None:
+def replace_killed_workers() -> None:
     """Replace killed workers after a fork server was killed, and after changes of what workers inherit."""
     n = fork()
     from hosts import programs  # other ranks import it by its name
@@ -647,7 +647,7 @@ def replace() -> None:
     print("right")
 
 
-def survive(name: str, seed: str, source: str = "arrays") -> None:
+def train_through_deaths(name: str, seed: str, source: str = "arrays") -> None:
     """Train without deaths, and with some at random commands; compare rows, and a synchronous rule's numbers."""
     from trainer_model import SYNCHRONOUS, Model, X, make_epochs
 
@@ -684,7 +684,7 @@ def survive(name: str, seed: str, source: str = "arrays") -> None:
     print("right")
 
 
-def survive_host(name: str, fault: str, source: str = "arrays") -> None:
+def train_through_loss_of_host(name: str, fault: str, source: str = "arrays") -> None:
     """Train on through the loss of the last host; compare with a run resumed on the ranks that are left.
 
     The fault is that its "agent" is killed, or the whole "host".  Of three hosts, ``mpirun`` does not say which it was.
@@ -733,7 +733,7 @@ def survive_host(name: str, fault: str, source: str = "arrays") -> None:
     print("right")
 
 
-def survive_parts(name: str, step: str) -> None:
+def train_on_parts_through_loss_of_host(name: str, step: str) -> None:
     """Lose the last host within an epoch over `data_parts`, after some steps; compare with one process.
 
     The agent of that host is killed, and later a worker.  Under BSP the optimizer is sharded.

@@ -16,7 +16,7 @@ from synkhronos.launcher import SettingsError
 from synkhronos.training.loops import stop_signals
 
 
-class Traced(MLP):
+class TracingMLP(MLP):
     """Records on each rank its initial parameters, and its parameters and batch of each step."""
 
     def __init__(self, config):
@@ -36,14 +36,14 @@ class Traced(MLP):
             json.dump({"own": self.own, "trace": self.trace, "random": float(np.random.random())}, file)
 
 
-class Strict(MLP):
+class RefusingMLP(MLP):
     """Refuses a setting of ``config``, as a class of a user may."""
 
     def __init__(self, config):
-        raise SettingsError(f"config: Strict has no {sorted(config)[0]!r}")
+        raise SettingsError(f"config: RefusingMLP has no {sorted(config)[0]!r}")
 
 
-class Wider(MLP):
+class UnequalShapesMLP(MLP):
     """Parameters have another shape on rank 1."""
 
     def compile_iter_fns(self, sync_type="avg"):
@@ -51,7 +51,7 @@ class Wider(MLP):
             self.w1.set_value(np.zeros((5, 9), "float32"))
 
 
-class EqualSeeds(MLP):
+class EqualSeedsMLP(MLP):
     """Prints random numbers of a generator with the same seed on all ranks; the first step takes two seconds."""
 
     def compile_iter_fns(self, sync_type="avg"):
@@ -67,7 +67,7 @@ class EqualSeeds(MLP):
         print("drawn", self.draw().tolist())
 
 
-class RandomLearningRate(MLP):
+class RandomRateMLP(MLP):
     """Draws a learning rate for each step."""
 
     def train_iter(self, count, recorder):
@@ -77,14 +77,14 @@ class RandomLearningRate(MLP):
         self.shared_lr.set_value(before)
 
 
-class Overfits(MLP):
+class OverfittingMLP(MLP):
     """Validation gets better until the third epoch, and worse from then on."""
 
     def val_iter(self, count, recorder):
         recorder.val_error(count, 1.0, abs(self.epoch - 2) / 10, 1 - abs(self.epoch - 2) / 10)
 
 
-class Stuck(MLP):
+class StuckMLP(MLP):
     """Does not return from the fourth step."""
 
     def train_iter(self, count, recorder):
@@ -93,11 +93,11 @@ class Stuck(MLP):
         super().train_iter(count, recorder)
 
 
-class Other(MLP):
+class RenamedMLP(MLP):
     """`MLP` under another name."""
 
 
-class Speaks(MLP):
+class UnicodePrintingMLP(MLP):
     """Prints characters outside of ASCII, and a lone surrogate, which no encoding has."""
 
     def compile_iter_fns(self, sync_type="avg"):
@@ -105,7 +105,7 @@ class Speaks(MLP):
         print("größer → \udcff")
 
 
-class Uneven(MLP):
+class UnequalBatchesMLP(MLP):
     """Rank 1 has fewer batches."""
 
     def train_iter(self, count, recorder):
@@ -114,7 +114,7 @@ class Uneven(MLP):
             self.data.n_batch_train = 4
 
 
-class Growing(MLP):
+class GrowingEpochsMLP(MLP):
     """Has more batches in each epoch, rank 1 more than rank 0."""
 
     def train_iter(self, count, recorder):
@@ -122,14 +122,14 @@ class Growing(MLP):
         self.data.n_batch_train = 2 + self.epoch * (1 + self.rank)
 
 
-class FailsOnOne(MLP):
+class FailingMLP(MLP):
     def train_iter(self, count, recorder):
         if self.rank == 1 and count == 3:
             raise ValueError("the third batch is damaged")
         super().train_iter(count, recorder)
 
 
-class UsesMpi(MLP):
+class MpiMLP(MLP):
     """Uses MPI by itself: each rank is an MPI process of its own."""
 
     def __init__(self, config):
@@ -144,7 +144,7 @@ class UsesMpi(MLP):
         self.finalize()
 
 
-class DiesInEpochs(MLP):
+class DyingMLP(MLP):
     """One rank exits in the third step of some epochs, once in each; none if the victim is 2."""
 
     def train_iter(self, count, recorder):
@@ -167,7 +167,7 @@ class DiesInEpochs(MLP):
         self.kills_parent = config.get("parent", False)
 
 
-class LosesHost(MLP):
+class HostKillingMLP(MLP):
     """Rank 0 of two kills the simulated host b in the third step of the second epoch."""
 
     def train_iter(self, count, recorder):
@@ -178,7 +178,7 @@ class LosesHost(MLP):
         super().train_iter(count, recorder)
 
 
-class LosesGpu(MLP):
+class GpuLosingMLP(MLP):
     """The last rank of three exits in the third step of the second epoch; its host has a pretended GPU less then."""
 
     def train_iter(self, count, recorder):
@@ -189,7 +189,7 @@ class LosesGpu(MLP):
         super().train_iter(count, recorder)
 
 
-class Exits(MLP):
+class ExitingMLP(MLP):
     """Rank 1 exits with 7 in the fourth iteration, or another rank with another code."""
 
     exiting_rank, code = 1, 7
@@ -201,13 +201,13 @@ class Exits(MLP):
         super().train_iter(count, recorder)
 
 
-class ExitsWithoutError(Exits):
+class ExitingWithoutErrorMLP(ExitingMLP):
     """Rank 0 exits with 0, as a library may do."""
 
     exiting_rank, code = 0, 0
 
 
-class Diverges(MLP):
+class DivergingMLP(MLP):
     """The cost is NaN, and so are the parameters of all ranks."""
 
     def train_iter(self, count, recorder):
@@ -226,7 +226,7 @@ class NoParams(MLP):
         self.params = None
 
 
-class StrangeParams(MLP):
+class NonVariableParams(MLP):
     def compile_iter_fns(self, sync_type="avg"):
         self.params = [self.w1, 3]
 
@@ -241,14 +241,14 @@ class NoCount(MLP):
         self.data.n_batch_val = "many"
 
 
-class Raises(MLP):
+class RaisingMLP(MLP):
     """A model whose iterations raise an error."""
 
     def train_iter(self, count, recorder):
         raise KeyError("images")
 
 
-class Silent(MLP):
+class SilentMLP(MLP):
     """A model that calls nothing of the recorder."""
 
     def train_iter(self, count, recorder):
@@ -269,7 +269,7 @@ class NoEpochs(MLP):
         self.n_epochs = None
 
 
-class StrangeCall(MLP):
+class UnknownRecorderCall(MLP):
     def train_iter(self, count, recorder):
         recorder.celebrate()
 
@@ -277,7 +277,7 @@ class StrangeCall(MLP):
 not_a_class = 3
 
 
-class Signalled(RandomLearningRate):
+class SignalledMLP(RandomRateMLP):
     """Gets a scheduler's signal in the middle of an epoch, or of its validation, which draws random numbers, too."""
 
     def __init__(self, config):
@@ -305,7 +305,7 @@ class Signalled(RandomLearningRate):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-class Slow(MLP):
+class SlowMLP(MLP):
     """Iterations take 20 ms longer."""
 
     def train_iter(self, count, recorder):

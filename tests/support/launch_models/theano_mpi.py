@@ -75,7 +75,7 @@ class Regression:
         pass
 
 
-class Called(Regression):
+class RecordingRegression(Regression):
     """Records the calls of its methods, and plots."""
 
     def __init__(self, config):
@@ -122,7 +122,7 @@ class Called(Regression):
             json.dump(self.calls, file)
 
 
-class Stops(Regression):
+class StoppingRegression(Regression):
     """Validates batches 0 and 2, and stops rank 1's validation in epoch 2."""
 
     def __init__(self, config):
@@ -145,7 +145,7 @@ class Stops(Regression):
         self.seen = 0
 
 
-class Normalized(Regression):
+class NormalizedRegression(Regression):
     """Has parameters by names of batch normalization."""
 
     def __init__(self, config):
@@ -157,14 +157,14 @@ class Normalized(Regression):
         print("beta", repr(float(self.b.get_value())), "w", repr(self.w.get_value().tolist()))
 
 
-class Whole(Regression):
+class OneFunctionRegression(Regression):
     """Compiles a step as one function, for any size."""
 
     def compile_iter_fns(self, sync_type="avg"):
         self.compile(1)
 
 
-class Idle(Regression):
+class UntrainedRegression(Regression):
     """Calls a function that updates no parameter."""
 
     def compile_iter_fns(self):
@@ -172,20 +172,20 @@ class Idle(Regression):
         self.compiled[0] = self.val_fn
 
 
-class Alike(Whole):
+class EqualRowsRegression(OneFunctionRegression):
     """All ranks train on the same rows."""
 
     def make_data(self):
         return Data(0, 1)
 
 
-class AlikeInParts(Regression):
+class EqualRowsTwoFunctionRegression(Regression):
     """All ranks train on the same rows, by a step of two functions."""
 
-    make_data = Alike.make_data
+    make_data = EqualRowsRegression.make_data
 
 
-class OneList(Regression):
+class RegressionWithoutVels2(Regression):
     """Has vels, but no vels2."""
 
     def compile(self, k):
