@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from library import limit_examples, shared, tensor
-from loading_sources import Table
+from loading_sources import ColumnRows
 
 import synkhronos as synk
 from synkhronos import casts, loading
@@ -158,7 +158,7 @@ def test_trainer_accepts_targets_of_equal_value(fork):
 @pytest.mark.parametrize("place", ["training", "validation"])
 def test_trainer_refuses_casts_that_change_loader_rows(fork, place):
     fork(1)
-    rows = Table(X, [0, 1, 200, 1])
+    rows = ColumnRows(X, [0, 1, 200, 1])
     with pytest.raises(
         LoadError, match=r"row 2 can't be read .*array 1: can't cast int64 to int8 without changing 200"
     ):
@@ -194,7 +194,7 @@ def make_source(kind, folder, y):
         with h5py.File(folder / "xy.h5", "w") as file:
             file["x"], file["y"] = X, y
         return [loading.hdf5(folder / "xy.h5", "x"), loading.hdf5(folder / "xy.h5", "y")]
-    table = Table(X, y)
+    table = ColumnRows(X, y)
     return table if kind == "an object" else lambda: (table[i] for i in range(len(table)))
 
 
@@ -221,7 +221,7 @@ def test_loader_refuses_casts_that_change_values(tmp_path, kind):
     ],
 )
 def test_loader_names_the_row_that_cannot_be_cast(y, message):
-    rows = Table(X, y) if y[2] is np.ma.masked else [X, np.array(y)]
+    rows = ColumnRows(X, y) if y[2] is np.ma.masked else [X, np.array(y)]
     loader = Loader(rows, shuffle=False, vars=[tensor.fmatrix("x"), tensor.bvector("y")])
     try:
         with pytest.raises(LoadError, match=rf"^row 2 can't be read \(row 2, epoch 0\): TypeError: array 1: {message}"):
@@ -239,7 +239,7 @@ def test_loader_names_the_row_that_cannot_be_cast(y, message):
             [X * 1e300, [0] * 4],
             "vars: array 0 of a row, for 'x': can't cast float64 to float32 without changing 1e.299",
         ),
-        (Table(X, [np.ma.masked] * 4), "source: array 1 of a row: expected an array, got a masked one"),
+        (ColumnRows(X, [np.ma.masked] * 4), "source: array 1 of a row: expected an array, got a masked one"),
     ],
 )
 def test_loader_refuses_an_uncastable_first_row(source, message):

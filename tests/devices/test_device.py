@@ -175,7 +175,7 @@ def test_device_is_written_in_fewer_than_200_lines(name):
 def test_fork_names_the_known_devices(toy, monkeypatch):
     monkeypatch.setenv("SYNKHRONOS_DEVICE", "abacus")
     with pytest.raises(
-        ValueError, match=r"SYNKHRONOS_DEVICE: expected one of \['island', 'toy'\], or nothing, got 'abacus'"
+        ValueError, match=r"SYNKHRONOS_DEVICE: expected one of \[.*'island', 'toy'\], or nothing, got 'abacus'"
     ):
         synk.fork(1)
 

@@ -31,12 +31,7 @@ def toy(monkeypatch):
     """Add toy.py to the package of engines."""
     monkeypatch.setattr(engines, "__path__", [*engines.__path__, FOLDER])
     engines.list_engines.cache_clear()
-    assert [type(engine).__name__ for engine in engines.list_engines()] == [
-        "PygpuEngine",
-        "XlaEngine",
-        "ToyEngine",
-        "NumpyEngine",
-    ]
+    assert [type(engine).__name__ for engine in engines.list_engines()[-2:]] == ["ToyEngine", "NumpyEngine"]
     module = sys.modules["synkhronos.engines.toy"]
     monkeypatch.setattr(module.ENGINE, "runs_functions", True)
     monkeypatch.setattr(module.Launch, "n_launches", 0)

@@ -29,6 +29,7 @@ import pytensor.sparse  # noqa: E402
 import pytensor.tensor as pt  # noqa: E402
 import scipy.sparse  # noqa: E402
 from library import INTERPRETED, XLA, fork_ranks  # noqa: E402
+from pymc_sampling import CallbackAfterDraws, build_small_model  # noqa: E402
 from pytensor.compile.mode import Mode, predefined_modes  # noqa: E402
 from pytensor.graph.replace import vectorize_graph  # noqa: E402
 
@@ -245,7 +246,7 @@ def test_check_that_fails_for_one_row_fails_for_all_rows(two_ranks_per_test, is_
 def test_gradient_uses_the_density_rewritten_by_pymc(two_ranks_per_test, monkeypatch):
     """PyMC 6.4 rewrites the graphs of loops and of functions within a density, too."""
     monkeypatch.setattr(data_parallel_model, "rewrite_pregrad", lambda total: 2 * total)
-    model = build_small_model()
+    model = build_small_model(X)
     parallel_f, serial_f = (variant.compile_dlogp(**COMPILE_KWARGS) for variant in (data_parallel(model), model))
     point = make_points(model)[0]
     prior = -point["b"]
@@ -530,7 +531,7 @@ def test_data_parallel_model_copy_has_its_own_data(two_ranks_per_test):
 
 def test_data_parallel_model_is_picklable(two_ranks_per_test):
     cloudpickle = pytest.importorskip("cloudpickle")
-    model = build_small_model()
+    model = build_small_model(X)
     parallel = data_parallel(model)
     check_equal(cloudpickle.loads(cloudpickle.dumps(parallel)), model)
 
@@ -761,7 +762,7 @@ def test_data_parallel_builds_a_model_of_bambi():
         built, backend = False, None
 
         def build(self):
-            self.built, self.backend = True, types.SimpleNamespace(model=build_small_model())
+            self.built, self.backend = True, types.SimpleNamespace(model=build_small_model(X))
 
     Model.__module__ = "bambi.models"
     bambi_model = Model()
@@ -923,7 +924,7 @@ def test_sample_finds_the_posterior(two_ranks_per_test):
 
 @pytest.mark.skipif(XLA, reason="find_MAP takes PyTensor's default mode, which is JAX in these tests")
 def test_find_map_and_advi_equal_one_process(two_ranks_per_test):
-    model = build_small_model()
+    model = build_small_model(X)
     parallel = data_parallel(model)
     points, losses = [], []
     for variant in (parallel, model):
@@ -996,28 +997,9 @@ def test_logp_of_some_variables_matches_pymc(two_ranks_per_test):
 # -- interrupts, deaths and other processes ----------------------------------------------------------------------
 
 
-class CallbackAfterDraws:
-    """Callback of `pm.sample` that runs an action after some draws."""
-
-    def __init__(self, draws, callback):
-        self.draws, self.callback = draws, callback
-
-    def __call__(self, trace, draw):
-        self.draws -= 1
-        if self.draws == 0:
-            self.callback()
-
-
-def build_small_model():
-    with pm.Model() as model:
-        b = pm.Normal("b", shape=3)
-        pm.Normal("y", X @ b, 1, observed=X[:, 0])
-    return model
-
-
 @pytest.mark.parametrize("when", ["between evaluations", "at any moment"])
 def test_sample_returns_draws_after_an_interrupt(two_ranks_per_test, when):
-    model = build_small_model()
+    model = build_small_model(X)
     parallel = data_parallel(model)
     interrupt = lambda: os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
     if when == "between evaluations":
@@ -1032,7 +1014,7 @@ def test_sample_returns_draws_after_an_interrupt(two_ranks_per_test, when):
 @pytest.mark.new_ranks
 def test_sample_returns_draws_after_a_death_and_reports_it(fork):
     fork(2)
-    model = build_small_model()
+    model = build_small_model(X)
     parallel = data_parallel(model)
     (pid,) = synk.ranks.get_session().worker_pids.values()
     with pytest.warns(RuntimeWarning, match="stopped early, with the results so far: rank 1 .* SIGKILL"):
@@ -1050,7 +1032,7 @@ def test_sample_returns_draws_after_a_death_and_reports_it(fork):
 def test_death_interrupts_waiting_sampler_threads(fork):
     """nutpie waits for its threads, which Python has not started."""
     fork(2)
-    parallel, waits, errors = data_parallel(build_small_model()), threading.Event(), []
+    parallel, waits, errors = data_parallel(build_small_model(X)), threading.Event(), []
     density, point = parallel.compile_logp(**COMPILE_KWARGS), parallel.initial_point()
     density(point)
     (pid,) = synk.ranks.get_session().worker_pids.values()
@@ -1102,7 +1084,7 @@ NUTPIE = pytest.mark.skipif(importlib.util.find_spec("nutpie") is None, reason="
 def test_nutpie_sampler_equals_one_process(two_ranks_per_test, cores):
     import nutpie
 
-    model = build_small_model()
+    model = build_small_model(X)
     drawn = [
         nutpie.sample(
             nutpie.compile_pymc_model(variant), draws=20, tune=50, chains=2, cores=cores, seed=1, progress_bar=False
@@ -1117,7 +1099,7 @@ def test_nutpie_sampler_equals_one_process(two_ranks_per_test, cores):
 def test_nutpie_called_by_pymc_equals_one_process(two_ranks_per_test):
     """Each chain has ranks of its own."""
     drawn = []
-    model = build_small_model()
+    model = build_small_model(X)
     for variant in (data_parallel(model), model):
         with variant:
             drawn.append(
@@ -1136,7 +1118,7 @@ def test_nutpie_returns_draws_after_a_death(fork):
     import nutpie
 
     fork(2)
-    compiled = nutpie.compile_pymc_model(data_parallel(build_small_model()))
+    compiled = nutpie.compile_pymc_model(data_parallel(build_small_model(X)))
     (pid,) = synk.ranks.get_session().worker_pids.values()
     with pytest.warns(RuntimeWarning, match="stopped early, with the results so far: rank 1 .* SIGKILL"):
         threading.Timer(5, lambda: os.kill(pid, signal.SIGKILL)).start()
@@ -1151,7 +1133,7 @@ def test_nutpie_returns_draws_after_a_death(fork):
 def test_evaluations_after_a_death_wait_until_the_sampler_stops(fork, monkeypatch):
     """Otherwise nutpie's threads would record wrong draws, and a second interrupt would lose all draws."""
     fork(2)
-    (rows,) = data_parallel(build_small_model()).distributed_sums
+    (rows,) = data_parallel(build_small_model(X)).distributed_sums
     rows.compute_value([np.zeros(3)])
     waits, interrupts, errors = [], [], queue.SimpleQueue()
     monkeypatch.setattr(sampler_threads, "time", types.SimpleNamespace(sleep=waits.append))
@@ -1203,7 +1185,7 @@ def test_threads_that_fail_at_once_interrupt_the_main_thread_once(monkeypatch):
 def test_data_parallel_needs_ranks(fork, start):
     """Samplers such as nutpie treat an error of an evaluation as a point without a density."""
     synk.close()
-    parallel = data_parallel(build_small_model())
+    parallel = data_parallel(build_small_model(X))
     with parallel, pytest.raises(RuntimeError, match=r"[Cc]all synkhronos.fork\(\)"):
         start(model=parallel)
 
@@ -1212,7 +1194,7 @@ def test_sample_in_other_processes_names_concurrent(two_ranks_per_test):
     """Without the error, pymc-extras would ask for a bug report."""
     pathfinder = {"__name__": "pymc_extras.inference.pathfinder.pathfinder"}
     exec("def fit_pathfinder(model, concurrent): return model.logp()", pathfinder)
-    parallel = data_parallel(build_small_model())
+    parallel = data_parallel(build_small_model(X))
     assert pathfinder["fit_pathfinder"](parallel, None).type.ndim == 0
     with pytest.raises(ValueError, match="^concurrent: .* pass concurrent=None"):
         pathfinder["fit_pathfinder"](parallel, "process")

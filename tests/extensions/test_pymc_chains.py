@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 import warnings
 from pathlib import Path
 
@@ -23,7 +22,8 @@ with warnings.catch_warnings():
     pm = pytest.importorskip("pymc", reason="the extra `pymc` is not installed")
 from library import HOSTS, INTERPRETED, XLA  # noqa: E402
 from pymc.sampling import mcmc  # noqa: E402
-from system import LIMIT  # noqa: E402
+from pymc_sampling import CallbackAfterDraws, build_small_model  # noqa: E402
+from system import wait_until_ended  # noqa: E402
 
 import synkhronos as synk  # noqa: E402
 from synkhronos.extensions import chains as chains_module  # noqa: E402
@@ -46,13 +46,6 @@ def build_model():
     return model
 
 
-def build_small_model():
-    with pm.Model() as model:
-        b = pm.Normal("b", shape=3)
-        pm.Normal("y", X @ b, 1, observed=X[:, 0])
-    return model
-
-
 def sample(model, **kwargs):
     """Sample chains of five draws."""
     settings = {"draws": 5, "tune": 5, "random_seed": 5, "progressbar": False, "compute_convergence_checks": False}
@@ -61,7 +54,7 @@ def sample(model, **kwargs):
 
 
 @pytest.fixture
-def started(monkeypatch):
+def list_started(monkeypatch):
     """Give a function that returns the worker process IDs of each chain so far."""
     read, write = os.pipe()
     os.set_blocking(read, False)
@@ -89,38 +82,26 @@ def started(monkeypatch):
     os.close(write)
 
 
-def has_exited(pid):
-    deadline = time.monotonic() + LIMIT
-    while time.monotonic() < deadline:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        time.sleep(0.01)
-    return False
-
-
 @pytest.mark.parametrize(
     ("ranks", "chains", "cores", "expected"),
     [(5, 2, 2, [2, 3]), (3, 3, 2, [1, 2, 2]), (1, 2, 4, [1, 1])],
     ids=["remainder", "more chains than cores", "more chains than ranks"],
 )
-def test_concurrent_chains_divide_the_ranks(fork, started, ranks, chains, cores, expected):
+def test_concurrent_chains_divide_the_ranks(fork, list_started, ranks, chains, cores, expected):
     fork(ranks)
     model = build_model()
     parallel_draws = sample(data_parallel(model), chains=chains, cores=cores)
     serial_draws = sample(model, chains=chains, cores=1)
     np.testing.assert_allclose(parallel_draws.posterior["b"].values, serial_draws.posterior["b"].values, rtol=1e-6)
-    assert sorted(map(len, started())) == expected
-    assert all(has_exited(pid) for group in started() for pid in group)
+    assert sorted(map(len, list_started())) == expected
+    wait_until_ended(sum(list_started(), []))
 
 
 @pytest.mark.parametrize("settings", [{"chains": 1, "cores": 4}, {"chains": 2, "cores": 1}], ids=["chain", "core"])
-def test_chains_of_the_master_use_all_ranks(fork, started, settings):
+def test_chains_of_the_master_use_all_ranks(fork, list_started, settings):
     fork(2)
     assert sample(data_parallel(build_model()), **settings).posterior.sizes["chain"] == settings["chains"]
-    assert not started()
+    assert not list_started()
 
 
 def test_concurrent_chains_inherit_the_rows(fork, monkeypatch):
@@ -154,7 +135,7 @@ def test_set_data_reaches_the_next_chains(fork):
         )
 
 
-def test_population_chains_have_their_own_ranks(fork, started):
+def test_population_chains_have_their_own_ranks(fork, list_started):
     """The chains of a population step together, each in its own process, for any number of cores."""
     fork(4)
     model = build_model()
@@ -164,10 +145,10 @@ def test_population_chains_have_their_own_ranks(fork, started):
             step = pm.DEMetropolis(compile_kwargs={"mode": INTERPRETED})
         drawn.append(sample(variant, step=step, chains=3, cores=cores).posterior["b"].values)
     np.testing.assert_allclose(*drawn, rtol=1e-9)
-    assert sorted(map(len, started())) == [1, 1, 2]
+    assert sorted(map(len, list_started())) == [1, 1, 2]
 
 
-def test_metropolis_and_smc_chains_have_their_own_ranks(fork, started):
+def test_metropolis_and_smc_chains_have_their_own_ranks(fork, list_started):
     fork(2)
     model = build_model()
     parallel = data_parallel(model)
@@ -178,7 +159,7 @@ def test_metropolis_and_smc_chains_have_their_own_ranks(fork, started):
         steps = pm.Metropolis(compile_kwargs={"mode": INTERPRETED})
     serial_draws = sample(model, step=steps, chains=2, cores=1)
     np.testing.assert_allclose(parallel_draws.posterior["b"].values, serial_draws.posterior["b"].values, rtol=1e-9)
-    assert len(started()) == 2
+    assert len(list_started()) == 2
 
     def draw(model, cores):
         with model:
@@ -189,41 +170,30 @@ def test_metropolis_and_smc_chains_have_their_own_ranks(fork, started):
         return drawn.posterior["b"].values
 
     np.testing.assert_allclose(draw(parallel, 2), draw(model, 1), rtol=1e-6)
-    assert len(started()) == 4
+    assert len(list_started()) == 4
 
 
-class At:
-    """Callback of `pm.sample` that calls a function after some draws."""
-
-    def __init__(self, draws, function):
-        self.draws, self.function = draws, function
-
-    def __call__(self, trace, draw):
-        self.draws -= 1
-        if self.draws == 0:
-            self.function()
-
-
-def test_death_in_a_chain_ends_all_chains(fork, started):
+def test_death_in_a_chain_ends_all_chains(fork, list_started):
     fork(4)
     model = build_model()
     parallel = data_parallel(model)
-    kill = At(30, lambda: os.kill(started()[0][1], signal.SIGKILL))
+    kill = CallbackAfterDraws(30, lambda: os.kill(list_started()[0][1], signal.SIGKILL))
     with pytest.raises(Exception, match="Chain .* rank 1 .* was killed by SIGKILL"):
         sample(parallel, chains=2, cores=2, draws=100_000, callback=kill)
-    assert len(started()) == 2 and all(has_exited(pid) for group in started() for pid in group)
+    assert len(list_started()) == 2
+    wait_until_ended(sum(list_started(), []))
     point = model.initial_point()
     expected = model.compile_logp(mode=INTERPRETED)(point)
     np.testing.assert_allclose(parallel.compile_logp(mode=INTERPRETED)(point), expected)
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
-def test_ranks_of_a_chain_end_with_it(fork, started, signal_number):
+def test_ranks_of_a_chain_end_with_it(fork, list_started, signal_number):
     fork(4)
-    kill = At(30, lambda: os.kill(started()[0][0], signal_number))
+    kill = CallbackAfterDraws(30, lambda: os.kill(list_started()[0][0], signal_number))
     with pytest.raises((EOFError, ConnectionError, RuntimeError)):
         sample(data_parallel(build_model()), chains=2, cores=2, draws=100_000, callback=kill)
-    assert all(has_exited(pid) for group in started() for pid in group)
+    wait_until_ended(sum(list_started(), []))
 
 
 def test_interrupted_chains_return_their_draws(tmp_path):
@@ -233,9 +203,10 @@ def test_interrupted_chains_return_their_draws(tmp_path):
         import numpy as np
         import synkhronos as synk
         from synkhronos.extensions.pymc import data_parallel
-        from test_pymc_chains import At, build_model, sample
+        from pymc_sampling import CallbackAfterDraws
+        from test_pymc_chains import build_model, sample
         synk.fork(4, use_gpu=False)
-        interrupt = At(30, lambda: os.killpg(0, signal.SIGINT))
+        interrupt = CallbackAfterDraws(30, lambda: os.killpg(0, signal.SIGINT))
         drawn = sample(data_parallel(build_model()), chains=2, cores=2, draws=100_000, callback=interrupt)
         print("drawn", 1 <= drawn.posterior.sizes["draw"] < 100_000)
         print("again", sample(data_parallel(build_model()), chains=2, cores=2).posterior.sizes["draw"])
@@ -256,7 +227,7 @@ def test_interrupted_chains_return_their_draws(tmp_path):
 # -- chains that are threads, as nutpie's ----------------------------------------------------------------------------
 
 
-class Threads:
+class ThreadSampler:
     """Stand-in for PyMC's function that calls nutpie: chains are threads that Python has not started."""
 
     def __init__(self, sums, monkeypatch):
@@ -285,37 +256,37 @@ class Threads:
         return [results.get(timeout=100) for _ in range(chains)]
 
 
-def test_threads_of_a_sampler_have_their_share_of_the_ranks(fork, started, monkeypatch):
+def test_threads_of_a_sampler_have_their_share_of_the_ranks(fork, list_started, monkeypatch):
     fork(5)
-    parallel = data_parallel(build_small_model())
+    parallel = data_parallel(build_small_model(X))
     sums = parallel.distributed_sums
     expected = [sums[0].compute_value_and_gradients([np.full(3, 0.1 * number)]) for number in range(2)]
-    Threads(sums, monkeypatch)
+    ThreadSampler(sums, monkeypatch)
     arguments = {"sampler": "nutpie", "model": parallel, "chains": 2, "cores": 2}
     chains = sorted(mcmc._sample_external_nuts(**arguments), key=lambda chain: -chain[0][0])
     for (parallel_chain,), expected_chain in zip(chains, sorted(expected, key=lambda chain: -chain[0]), strict=True):
         for actual, desired in zip(parallel_chain, expected_chain, strict=True):
             np.testing.assert_allclose(actual, desired, rtol=1e-9)
-    assert sorted(map(len, started())) == [2, 3]
-    assert all(has_exited(pid) for group in started() for pid in group)
+    assert sorted(map(len, list_started())) == [2, 3]
+    wait_until_ended(sum(list_started(), []))
 
 
 @pytest.mark.parametrize("index", [0, 1], ids=["server", "rank"])
-def test_evaluate_after_an_exit_raises_a_worker_error(fork, started, index):
+def test_evaluate_after_an_exit_raises_a_worker_error(fork, list_started, index):
     fork(4)
-    (rows,) = data_parallel(build_small_model()).distributed_sums
+    (rows,) = data_parallel(build_small_model(X)).distributed_sums
     servers = chain_servers.ChainServers(1)
     try:
         value = servers.evaluate(rows, [np.zeros(3)], False)
         np.testing.assert_allclose(value[0], rows.compute_value([np.zeros(3)]))
-        (group,) = started()
+        (group,) = list_started()
         os.kill(group[index], signal.SIGKILL)
-        assert has_exited(group[index])
+        wait_until_ended([group[index]])
         with pytest.raises(synk.WorkerError):
             servers.evaluate(rows, [np.ones(3)], False)
     finally:
         servers.close()
-    assert all(has_exited(pid) for pid in group)
+    wait_until_ended(group)
 
 
 def test_evaluate_after_an_interrupt_reads_no_late_result():
@@ -368,7 +339,7 @@ class ErrorOfTwoArguments(Exception):
 def test_errors_that_cannot_be_pickled_leave_a_server_usable(fork, error_class):
     """An evaluation that can't be sent does too."""
     fork(1)
-    (rows,) = data_parallel(build_small_model()).distributed_sums
+    (rows,) = data_parallel(build_small_model(X)).distributed_sums
     servers = chain_servers.ChainServers(1)
     try:
         with pytest.raises(RuntimeError, match=rf"^{error_class.__name__}\("):
@@ -400,7 +371,7 @@ def test_patch_external_sampler_wraps_a_function_that_another_library_wrapped(mo
 
 
 @pytest.mark.parametrize(("rates", "expected"), [([10, 20, 30], [2, 3]), ([10, 30, 20], [1, 1])], ids=["all", "one"])
-def test_ranks_auto_takes_the_fastest_number_of_ranks(fork, started, monkeypatch, caplog, rates, expected):
+def test_ranks_auto_takes_the_fastest_number_of_ranks(fork, list_started, monkeypatch, caplog, rates, expected):
     """The rates are those of PyMC alone, of one rank, and of two ranks of five."""
     fork(5)
     monkeypatch.setattr(
@@ -414,7 +385,7 @@ def test_ranks_auto_takes_the_fastest_number_of_ranks(fork, started, monkeypatch
         1,
     ]
     sample(parallel, chains=2, cores=2)
-    assert sorted(map(len, started())) == expected
+    assert sorted(map(len, list_started())) == expected
 
 
 @pytest.mark.parametrize("chains", [1, 2])

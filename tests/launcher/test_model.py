@@ -7,7 +7,7 @@ import pytest
 from launch_models import masks
 from launch_runs import read_json_lines, run
 from library import shared, tensor
-from loading_sources import Damaged
+from loading_sources import DamagedPictures
 from paths import SUPPORT
 
 from synkhronos.launcher.model_class.model_recorder import ModelRecorder
@@ -210,7 +210,7 @@ def test_model_trains_when_a_loader_skips_batches():
             self.val_fn = lambda pictures, numbers: [numbers.mean()]
 
         def load(self):
-            train, valid = Damaged(8, bad=(2, 3)), Damaged(5, bad=(4,))
+            train, valid = DamagedPictures(8, bad=(2, 3)), DamagedPictures(5, bad=(4,))
             return [Loader(source, shuffle=False, on_error="skip") for source in (train, valid)]
 
     model, recorder = Read({"rank": 0, "size": 1, "seed": 0}), ModelRecorder(0)

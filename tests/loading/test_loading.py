@@ -16,14 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from library import limit_examples
 from loading_sources import (
-    BlockedRow,
-    Damaged,
-    DeepError,
-    MixedDtypes,
-    Numbers,
-    Slow,
-    Unsized,
+    BlockedPicture,
+    DamagedPictures,
+    DeepErrorPictures,
+    MixedDtypeRows,
+    NumberedPictures,
+    PictureIterable,
+    SlowPictures,
     add_noise,
+    make_order,
     make_picture,
 )
 from system import wait_for_state
@@ -31,11 +32,6 @@ from system import wait_for_state
 from synkhronos import loading
 from synkhronos.loading import CropMirror, Loader
 from synkhronos.loading.ring import ReadPlan, has_exited
-
-
-def make_order(count, seed, epoch):
-    """Return the expected order of rows."""
-    return np.random.default_rng((seed, epoch)).permutation(count)
 
 
 def crop_row(row, seed, epoch, crop, mirror, mean, size=6):
@@ -72,7 +68,7 @@ def check_and_read_labels(batches):
 )
 def test_loader_order_follows_seed_and_epoch(count, batch, processes, size, depth, seed, first, row):
     row = min(row, count)
-    loader = Loader(Numbers(count), processes=processes, depth=depth)
+    loader = Loader(NumberedPictures(count), processes=processes, depth=depth)
     try:
         for epoch in range(first, first + 3):
             start_row = row if epoch == first else 0
@@ -90,7 +86,7 @@ def test_loader_order_follows_seed_and_epoch(count, batch, processes, size, dept
 @pytest.mark.parametrize("held", [10, 11, 12])
 def test_loader_process_that_is_late_overwrites_no_row_of_a_new_plan(held, tmp_path):
     """The last unit of an epoch is shorter than the unit of the next plan in its slot."""
-    loader = Loader(BlockedRow(13, held, str(tmp_path)), shuffle=False, processes=3, depth=2)
+    loader = Loader(BlockedPicture(13, held, str(tmp_path)), shuffle=False, processes=3, depth=2)
     try:
         batches = loader.arrays(0, 5)
         next(batches), next(batches)  # the first unit is freed, and its slot filled with rows 10 to 12
@@ -103,7 +99,7 @@ def test_loader_process_that_is_late_overwrites_no_row_of_a_new_plan(held, tmp_p
 
 
 def test_interrupted_start_of_an_epoch_does_not_mix_epochs(monkeypatch):
-    loader = Loader(Numbers(10), processes=1)
+    loader = Loader(NumberedPictures(10), processes=1)
     try:
         list(loader.arrays(0, 5))  # the loader processes continue with epoch 1
 
@@ -130,7 +126,7 @@ def test_interrupted_start_of_an_epoch_does_not_mix_epochs(monkeypatch):
 def test_augmentation_follows_seed_epoch_and_row(processes, crop, mirror, mean, seed):
     means = {"channels": np.array([1.0, 2.0]), "picture": np.arange(72.0).reshape(2, 6, 6)}
     value = means.get(mean, mean)
-    loader = Loader(Numbers(13), augment=CropMirror(crop, mirror, value), processes=processes)
+    loader = Loader(NumberedPictures(13), augment=CropMirror(crop, mirror, value), processes=processes)
     try:
         for epoch in range(2):
             n_rows = 0
@@ -151,7 +147,8 @@ def test_augmentation_follows_seed_epoch_and_row(processes, crop, mirror, mean, 
 
 def test_loader_accepts_the_users_augmentation(load):
     processed_rows = [
-        [p.tolist() for p, _ in load(Numbers(9), augment=add_noise, processes=n).arrays(4, 4, 7)] for n in (1, 2, 3)
+        [p.tolist() for p, _ in load(NumberedPictures(9), augment=add_noise, processes=n).arrays(4, 4, 7)]
+        for n in (1, 2, 3)
     ]
     assert processed_rows[0] == processed_rows[1] == processed_rows[2]
     first = make_order(9, 7, 4)[0]
@@ -165,11 +162,11 @@ def test_augmentation_draws_differ_from_the_order():
 
 
 def test_loader_without_shuffle_keeps_order(load):
-    assert check_and_read_labels(load(Numbers(5), shuffle=False).arrays(3, 2)) == [[0, 1], [2, 3], [4]]
+    assert check_and_read_labels(load(NumberedPictures(5), shuffle=False).arrays(3, 2)) == [[0, 1], [2, 3], [4]]
 
 
 def test_loader_arrays_returns_whole_batches(load):
-    loader = load(Numbers(11))
+    loader = load(NumberedPictures(11))
     assert [len(labels) for labels in check_and_read_labels(loader.arrays(0, 4, drop_last=True))] == [4, 4]
     turns = [check_and_read_labels(loader.arrays(0, 2, drop_last=True, rank=rank, size=3)) for rank in range(3)]
     assert [len(turn) for turn in turns] == [1, 1, 1]
@@ -201,14 +198,14 @@ def test_loader_plan_assigns_each_position_to_one_rank(count, unit, size, row, d
 
 
 def test_loader_prefetches_the_next_epoch(load):
-    loader = load(Numbers(10), processes=2)
+    loader = load(NumberedPictures(10), processes=2)
     for epoch in range(5):
         assert sum(check_and_read_labels(loader.arrays(epoch, 3)), []) == make_order(10, 0, epoch).tolist()
     assert loader._pool.ring.generation == 1
 
 
 def test_loader_continues_after_a_break_at_the_last_batch(load):
-    loader = load(Numbers(10), processes=2)
+    loader = load(NumberedPictures(10), processes=2)
     for epoch in range(4):  # as a class of the launcher does, which counts its batches
         batches = loader.arrays(epoch, 3, drop_last=True)
         assert (
@@ -226,7 +223,7 @@ def test_loader_continues_after_a_break_at_the_last_batch(load):
 
 
 def test_loader_resumes_at_a_batch(load):
-    loader = load(Numbers(20), processes=2)
+    loader = load(NumberedPictures(20), processes=2)
     for i, (_, numbers) in enumerate(loader.arrays(1, 4)):
         if i == 2:
             assert numbers.tolist() == make_order(20, 0, 1)[8:12].tolist()
@@ -239,7 +236,7 @@ def test_loader_resumes_at_a_batch(load):
 
 
 def test_loader_discards_rows_of_an_old_plan(load):
-    loader = load(Slow(40, 0.002), processes=3, depth=3)
+    loader = load(SlowPictures(40, 0.002), processes=3, depth=3)
     for epoch in range(12):
         for _ in loader.arrays(epoch, 6):
             break  # while the loaders keep reading
@@ -250,7 +247,7 @@ def test_loader_discards_rows_of_an_old_plan(load):
 
 
 def test_loader_iterator_ends_when_replaced(load):
-    loader = load(Numbers(40), depth=8)
+    loader = load(NumberedPictures(40), depth=8)
     first = loader.arrays(0, 4)
     next(first)
     second = loader.arrays(0, 4, start_row=20)
@@ -262,7 +259,7 @@ def test_loader_iterator_ends_when_replaced(load):
 
 @pytest.mark.parametrize("rows", [6, 600])  # rows that are loaded already are not returned
 def test_loader_iterator_ends_when_closed(load, rows):
-    loader = load(Numbers(rows))
+    loader = load(NumberedPictures(rows))
     batches = loader.arrays(0, 4)
     next(batches)
     loader.close()
@@ -274,18 +271,18 @@ def test_loader_iterator_ends_when_closed(load, rows):
 
 
 def test_loader_processes_end_when_dropped(load):
-    loader = Loader(Numbers(5))
+    loader = Loader(NumberedPictures(5))
     next(loader.arrays(0, 2))
     (pid,) = loader._pool.pids
     del loader
     wait_for_state(pid, "Z")
-    next(load(Numbers(5)).arrays(0, 2))  # a process waits for the ones it starts
+    next(load(NumberedPictures(5)).arrays(0, 2))  # a process waits for the ones it starts
     with pytest.raises(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)
 
 
 def test_forked_process_leaves_loaders_to_its_parent(load):
-    loader = load(Numbers(12))
+    loader = load(NumberedPictures(12))
     next(loader.arrays(0, 3))
     pid = os.fork()
     if not pid:
@@ -303,7 +300,7 @@ def test_forked_process_leaves_loaders_to_its_parent(load):
 
 
 def test_loader_counts_waiting_time(load):
-    loader = load(Slow(6, 0.05))
+    loader = load(SlowPictures(6, 0.05))
     check_and_read_labels(loader.arrays(0, 2))
     assert 0.1 < loader.wait_seconds < 30
 
@@ -324,11 +321,11 @@ def test_loader_counts_waiting_time(load):
 )
 def test_loader_refuses_rows_that_do_not_fit_the_dtype(load, first, others, words):
     with pytest.raises(loading.LoadError, match=f"row 1 can't be read .*array 0: (can't )?{words}"):
-        list(load(MixedDtypes(first, others), shuffle=False).arrays(0, 3))
+        list(load(MixedDtypeRows(first, others), shuffle=False).arrays(0, 3))
 
 
 def test_loader_casts_rows_up_to_the_first_rows_dtype(load):
-    ((rows,),) = load(MixedDtypes(np.float64(1.5), np.float32(2.5)), shuffle=False).arrays(0, 3)
+    ((rows,),) = load(MixedDtypeRows(np.float64(1.5), np.float32(2.5)), shuffle=False).arrays(0, 3)
     assert rows.dtype == np.float64 and rows.tolist() == [1.5, 2.5, 2.5]
 
 
@@ -355,7 +352,7 @@ def test_process_exit_is_detected_without_pidfd(monkeypatch):
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_loader_skips_unreadable_rows(load, processes, capfd):
     bad = (3, 4, 5, 11)
-    loader = load(Damaged(16, bad, odd=(7,)), processes=processes, on_error="skip")
+    loader = load(DamagedPictures(16, bad, odd=(7,)), processes=processes, on_error="skip")
     for epoch in range(2):
         numbers = make_order(16, 0, epoch)
         expected = [[r for r in numbers[i : i + 5].tolist() if r not in (*bad, 7)] for i in range(0, 16, 5)]
@@ -371,7 +368,7 @@ def test_loader_skips_unreadable_rows(load, processes, capfd):
 @pytest.mark.parametrize("processes", [1, 3])
 def test_loader_names_an_unreadable_row(load, processes, tmp_path):
     position = make_order(20, 0, 0).tolist().index(4)
-    loader = load(Damaged(20, (4,)), processes=processes)
+    loader = load(DamagedPictures(20, (4,)), processes=processes)
     labels = []
     with pytest.raises(
         loading.LoadError, match=r"/pictures/4\.jpg can't be read \(row 4, epoch 0\): OSError"
@@ -388,13 +385,13 @@ def test_loader_names_an_unreadable_row(load, processes, tmp_path):
 
 def test_loader_error_shows_the_end_of_a_long_traceback(load):
     with pytest.raises(loading.LoadError) as caught:
-        list(load(DeepError(2)).arrays(0, 2))
+        list(load(DeepErrorPictures(2)).arrays(0, 2))
     assert str(caught.value).startswith("/pictures/1.jpg can't be read")
     assert 'raise OSError("the bottom")' in str(caught.value)
 
 
 def test_loader_continues_after_a_damaged_row(load):
-    loader = load(Damaged(12, (make_order(12, 0, 0)[0],)))
+    loader = load(DamagedPictures(12, (make_order(12, 0, 0)[0],)))
     with pytest.raises(loading.LoadError):
         next(loader.arrays(0, 4))
     pids = list(loader._pool.pids)
@@ -581,7 +578,7 @@ def test_damaged_image_is_named(tmp_path, load):
 
 @pytest.mark.parametrize("count", [1, 6, 7, 12])
 def test_loader_of_an_iterable_keeps_its_order(load, count):
-    loader = load(Unsized(count), processes=3)
+    loader = load(PictureIterable(count), processes=3)
     for epoch in range(3):
         assert sum(check_and_read_labels(loader.arrays(epoch, 3)), []) == list(range(count))
     assert sum(check_and_read_labels(loader.arrays(0, 3, start_row=2)), []) == list(range(2, count))
@@ -596,14 +593,14 @@ def test_loader_of_an_iterable_keeps_its_order(load, count):
 
 
 def test_loader_accepts_a_function_that_returns_an_iterable(load):
-    assert check_and_read_labels(load(lambda: iter(Unsized(5))).arrays(0, 2)) == [[0, 1], [2, 3], [4]]
+    assert check_and_read_labels(load(lambda: iter(PictureIterable(5))).arrays(0, 2)) == [[0, 1], [2, 3], [4]]
     assert sum(len(x) for (x,) in load(lambda: (np.ones(3) for _ in range(4))).arrays(0, 3)) == 4
 
 
 def test_loader_names_an_iterable_that_raises(load):
-    loader = load(Unsized(10, fails_at=7), on_error="skip")
+    loader = load(PictureIterable(10, fails_at=7), on_error="skip")
     labels = []
-    with pytest.raises(loading.LoadError, match="row 7 of Unsized can't be read .*: OSError: the archive ends here"):
+    with pytest.raises(loading.LoadError, match="row 7 of PictureIterable can't be read .*: OSError: the archive ends here"):
         for _, numbers in loader.arrays(0, 2):
             labels += numbers.tolist()
     assert labels == [0, 1, 2, 3, 4, 5]
@@ -611,8 +608,8 @@ def test_loader_names_an_iterable_that_raises(load):
 
 @pytest.mark.parametrize("how", [{"drop_last": True}, {"start_row": 9}])
 def test_loader_with_skip_reports_an_iterable_that_raises(load, how):
-    with pytest.raises(loading.LoadError, match="row 7 of Unsized can't be read .*: OSError: the archive ends here"):
-        list(load(Unsized(10, fails_at=7)).arrays(0, 3, **how))
+    with pytest.raises(loading.LoadError, match="row 7 of PictureIterable can't be read .*: OSError: the archive ends here"):
+        list(load(PictureIterable(10, fails_at=7)).arrays(0, 3, **how))
 
 
 def test_loader_processes_share_arrays(load):

@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 from library import shared, tensor
-from loading_sources import Damaged, Numbers, Slow
+from loading_sources import DamagedPictures, NumberedPictures, SlowPictures, make_order
 from paths import ROOT, SUPPORT
 from system import is_alive, time_limit, wait_until, wait_until_ended
 
@@ -27,10 +27,6 @@ pytestmark = [pytest.mark.faults]
 LIMIT = 30
 
 
-def make_order(count, epoch=0):
-    return np.random.default_rng((0, epoch)).permutation(count)
-
-
 # -- a loader dies -------------------------------------------------------------------------------------------
 
 
@@ -39,7 +35,7 @@ def make_order(count, epoch=0):
     [(0, "before the first batch"), (1, "in the middle"), (0, "while the ring is full"), (1, "stopped")],
 )
 def test_killed_loader_is_named(load, number, phase):
-    loader = load(Slow(60, 0.0 if phase == "while the ring is full" else 0.02), processes=2)
+    loader = load(SlowPictures(60, 0.0 if phase == "while the ring is full" else 0.02), processes=2)
     batches, labels = loader.arrays(0, 6), []
     if phase != "before the first batch":
         labels += next(batches)[1].tolist()
@@ -74,7 +70,7 @@ def make_layout(loader, unit):
 
 def test_row_that_kills_its_loader_is_named(load, tmp_path):
     position = int(make_order(20)[9])
-    loader = load(Damaged(20, kills=(position, str(tmp_path / "once"))), processes=3)
+    loader = load(DamagedPictures(20, kills=(position, str(tmp_path / "once"))), processes=3)
     with pytest.raises(LoadError, match="was killed by SIGKILL"):
         list(loader.arrays(0, 4))
     assert sum(len(numbers) for _, numbers in loader.arrays(0, 4)) == 20  # this row kills its loader once
@@ -92,7 +88,7 @@ def start_training(rule, loader):
 @pytest.mark.parametrize("rule", [exchange_rules.BSP(), exchange_rules.EASGD(period=2)], ids=repr)
 def test_killed_loader_ends_training(fork, load, rule):
     fork(3)
-    loader = load(Slow(200, 0.003), processes=2)
+    loader = load(SlowPictures(200, 0.003), processes=2)
     trainer, reports = start_training(rule, loader)
     next(reports)
     os.kill(loader._pool.pids[1], signal.SIGKILL)
@@ -107,7 +103,7 @@ def test_killed_loader_ends_training(fork, load, rule):
 
 def test_death_of_a_rank_ends_loaders(fork, load):
     fork(3)
-    loader, rule = load(Slow(200, 0.003), processes=2), exchange_rules.BSP()
+    loader, rule = load(SlowPictures(200, 0.003), processes=2), exchange_rules.BSP()
     _, reports = start_training(rule, loader)
     next(reports)
     pids = list(loader._pool.pids)
@@ -178,7 +174,7 @@ def test_loader_ignores_signals_that_the_program_handles(tmp_path):
 def test_interrupt_ends_the_wait_for_a_batch(fork, load, ranks_too):
     if ranks_too:
         fork(2)
-    loader = load(Slow(12, 0.2), processes=2)
+    loader = load(SlowPictures(12, 0.2), processes=2)
 
     def go_through(row=0):
         if not ranks_too:
@@ -193,7 +189,7 @@ def test_interrupt_ends_the_wait_for_a_batch(fork, load, ranks_too):
 
 
 def test_interrupt_at_any_moment_leaves_a_loader_usable(load):
-    loader = load(Numbers(50), processes=2, depth=2)
+    loader = load(NumberedPictures(50), processes=2, depth=2)
     for turn in range(25):
         timer = threading.Timer(0.002 * turn, _thread.interrupt_main)
         try:
@@ -204,4 +200,4 @@ def test_interrupt_at_any_moment_leaves_a_loader_usable(load):
         except KeyboardInterrupt:
             timer.join()
         labels = [numbers.tolist() for _, numbers in loader.arrays(turn, 5)]
-        assert sum(labels, []) == make_order(50, turn).tolist()
+        assert sum(labels, []) == make_order(50, epoch=turn).tolist()

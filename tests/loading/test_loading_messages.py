@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from library import shared, tensor
-from loading_sources import Damaged, Numbers, Unsized
+from loading_sources import DamagedPictures, NumberedPictures, PictureIterable
 from messages import raises
 
 import synkhronos as synk
@@ -73,7 +73,7 @@ def request_first_batch(*args, batch_size=4, **kwargs):
 
 
 def open_epoch(source=None, **kwargs):
-    Loader(Numbers(10) if source is None else source).arrays(**{"epoch": 0, "batch_size": 2, **kwargs})
+    Loader(NumberedPictures(10) if source is None else source).arrays(**{"epoch": 0, "batch_size": 2, **kwargs})
 
 
 def request_batch_beyond_memory():
@@ -113,7 +113,7 @@ def train_a_step(x_data, y_data):
 
 
 def make_loader(**kwargs):
-    return Loader(Numbers(10), **kwargs)
+    return Loader(NumberedPictures(10), **kwargs)
 
 
 #: Calls by name: the error's type, the argument or file that it names, and the call.
@@ -123,7 +123,7 @@ CALLS = {
     "a path": (TypeError, "source", lambda: Loader("x.npy")),
     "a generator": (TypeError, "source", lambda: Loader(i for i in range(3))),
     "no arrays": (ValueError, "source", lambda: Loader([])),
-    "no rows": (ValueError, "source", lambda: Loader(Numbers(0))),
+    "no rows": (ValueError, "source", lambda: Loader(NumberedPictures(0))),
     "arrays without rows": (ValueError, "source", lambda: Loader([np.ones((0, 2))])),
     "arrays of different lengths": (ValueError, "source", lambda: Loader([np.ones(3), np.ones(4)])),
     "an array of strings": (TypeError, "source", lambda: Loader([np.array(["a"])])),
@@ -131,8 +131,12 @@ CALLS = {
     "a masked array": (TypeError, "source", lambda: Loader([np.ma.masked_array([1, 2], [0, 1])])),
     "rows that are strings": (TypeError, "source", lambda: Loader(lambda: iter(["abc"]))),
     "a source that can't be sent": (TypeError, "source", lambda: request_first_batch(UnpicklableSource())),
-    "the first row is damaged": (LoadError, "/pictures/0.jpg", lambda: Loader(Damaged(10, (0,)))),
-    "all rows are damaged": (LoadError, "/pictures/9.jpg", lambda: Loader(Damaged(10, range(10)), on_error="skip")),
+    "the first row is damaged": (LoadError, "/pictures/0.jpg", lambda: Loader(DamagedPictures(10, (0,)))),
+    "all rows are damaged": (
+        LoadError,
+        "/pictures/9.jpg",
+        lambda: Loader(DamagedPictures(10, range(10)), on_error="skip"),
+    ),
     "no augmentation": (TypeError, "augment", lambda: make_loader(augment="mirror")),
     "processes": (ValueError, "processes", lambda: make_loader(processes=0)),
     "half a process": (TypeError, "processes", lambda: make_loader(processes=1.5)),
@@ -155,10 +159,10 @@ CALLS = {
     "rank": (ValueError, "rank", lambda: open_epoch(rank=2, size=2)),
     "no ranks": (RuntimeError, "", lambda: (synk.fork(1, use_gpu=False), synk.close(), make_loader().epoch(0, 2))),
     "data outside of a loop": (RuntimeError, "data", lambda: make_loader().data),
-    "the length of an iterable": (TypeError, "", lambda: len(Loader(Unsized(3)))),
+    "the length of an iterable": (TypeError, "", lambda: len(Loader(PictureIterable(3)))),
     "a batch beyond the memory": (MemoryError, "", request_batch_beyond_memory),
-    "a depth of a billion": (MemoryError, "", lambda: request_first_batch(Numbers(10), depth=10**9)),
-    "a batch of 2**63 rows": (MemoryError, "", lambda: request_first_batch(Numbers(10), batch_size=1 << 63)),
+    "a depth of a billion": (MemoryError, "", lambda: request_first_batch(NumberedPictures(10), depth=10**9)),
+    "a batch of 2**63 rows": (MemoryError, "", lambda: request_first_batch(NumberedPictures(10), batch_size=1 << 63)),
     "a batch of 2**63 rows for ranks": (
         MemoryError,
         "",
@@ -206,7 +210,7 @@ CALLS = {
     "trainer: a loader of targets": (TypeError, "y_data", lambda: train_a_step(np.ones((10, 2, 6, 6)), make_loader())),
     "source: empty tuples": (ValueError, "source", lambda: Loader(lambda: iter([(), ()]))),
     "augment: an empty tuple": (ValueError, "source", lambda: Loader([np.ones(3)], augment=lambda row, random: ())),
-    "trainer: an iterable": (TypeError, "", lambda: train_a_step(Loader(Unsized(9)), None)),
+    "trainer: an iterable": (TypeError, "", lambda: train_a_step(Loader(PictureIterable(9)), None)),
 }
 
 

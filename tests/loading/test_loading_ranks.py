@@ -5,7 +5,19 @@ import os
 import numpy as np
 import pytest
 from library import assert_same, shared, tensor
-from loading_sources import BAD, ROWS, TARGETS, Numbers, OnlyHere, Rows, SlowRows, SomeBad, SomeGood, make_picture
+from loading_sources import (
+    DAMAGED_ROWS,
+    ROWS,
+    TARGETS,
+    MostlyDamagedRows,
+    NumberedPictures,
+    PartlyDamagedRows,
+    RegressionRows,
+    SlowRegressionRows,
+    UnloadableRows,
+    make_order,
+    make_picture,
+)
 from system import is_alive, list_children
 
 import synkhronos as synk
@@ -15,11 +27,6 @@ from synkhronos.training import CheckpointFolder, Recorder, make_trainer
 from synkhronos.training.monitoring.recorder import read_records
 from synkhronos.training.updates import sgd
 
-
-def make_order(count, seed, epoch):
-    return np.random.default_rng((seed, epoch)).permutation(count)
-
-
 # -- for ranks -----------------------------------------------------------------------------------------------
 
 
@@ -28,7 +35,7 @@ def test_loader_rows_on_ranks_equal_numpy(fork, load, n, processes):
     fork(n)
     x, y = tensor.dtensor4("x"), tensor.ivector("y")
     f = synk.function([x, y], [(x.sum(axis=(1, 2, 3)), "gather"), (y, "gather")])
-    loader = load(Numbers(23), processes=processes, vars=[x, y])
+    loader = load(NumberedPictures(23), processes=processes, vars=[x, y])
     for epoch in range(2):
         sums, labels = [], []
         for batch in loader.epoch(epoch, 7, seed=3):
@@ -44,7 +51,7 @@ def test_loader_rows_on_ranks_equal_numpy(fork, load, n, processes):
 
 def test_loader_processes_end_with_the_ranks(fork):
     fork(2)
-    loader = Loader(Numbers(9), processes=2)
+    loader = Loader(NumberedPictures(9), processes=2)
     batches = loader.epoch(0, 3)
     next(batches)
     pids = list(loader._pool.pids)
@@ -115,7 +122,7 @@ def test_recorder_has_loader_waiting_time(load, tmp_path, two_ranks_per_test):
 
     for rule, ranks in ((exchange_rules.BSP(), 1), (exchange_rules.LocalSGD(2), 2)):
         folder = tmp_path / type(rule).__name__
-        loader = load(SlowRows(40, 0.01))
+        loader = load(SlowRegressionRows(40, 0.01))
         _, reports = train(rule, (loader, None), epochs=1, every=None, recorder=Recorder(folder, every=2))
         seconds = reports[-1].seconds
         assert seconds["load"] > 0.1  # 40 rows of 10 ms, except those read during steps
@@ -136,7 +143,7 @@ def test_trainer_with_loader_resumes_within_an_epoch(fork, load, tmp_path, rule,
     fork(before)
     first = make_least_squares_trainer(rule)
     epochs = first.epochs(
-        load(Rows(), processes=2), None, 5, 2, seed=3, every=3, checkpoints=CheckpointFolder(tmp_path)
+        load(RegressionRows(), processes=2), None, 5, 2, seed=3, every=3, checkpoints=CheckpointFolder(tmp_path)
     )
     report = next(epochs)
     epochs.close()
@@ -155,17 +162,17 @@ def test_trainer_with_loader_resumes_within_an_epoch(fork, load, tmp_path, rule,
 
 
 def test_trainer_counts_skipped_loader_rows(load, two_ranks_per_test):
-    good = [i for i in range(103) if i not in BAD]
+    good = [i for i in range(103) if i not in DAMAGED_ROWS]
     for rule in (exchange_rules.BSP(), exchange_rules.LocalSGD(2)):
-        loader = load(SomeBad(), on_error="skip", processes=2)
+        loader = load(PartlyDamagedRows(), on_error="skip", processes=2)
         params, reports = train(rule, (loader, None), epochs=2, every=None)
-        assert loader.n_skipped == 2 * len(BAD) and len(good) == 103 - len(BAD)
+        assert loader.n_skipped == 2 * len(DAMAGED_ROWS) and len(good) == 103 - len(DAMAGED_ROWS)
         assert reports[-1].loss < reports[0].loss
 
 
 def test_trainer_skips_unreadable_batches(load, two_ranks_per_test):
     for rule in (exchange_rules.BSP(), exchange_rules.LocalSGD(2), exchange_rules.EASGD(period=2)):
-        loader = load(SomeGood(), on_error="skip")
+        loader = load(MostlyDamagedRows(), on_error="skip")
         _, reports = train(rule, (loader, None), batch_size=2, epochs=2, every=None)
         assert loader.n_skipped == 2 * (103 - 13) and len(reports) == 2
 
@@ -175,7 +182,7 @@ def test_validation_without_readable_rows_is_an_error(fork, load):
     with pytest.raises(LoadError, match="none of the rows of the validation data could be read"):
         next(
             make_least_squares_trainer(exchange_rules.BSP()).epochs(
-                ROWS, TARGETS, 5, 1, valid=load(OnlyHere(), on_error="skip")
+                ROWS, TARGETS, 5, 1, valid=load(UnloadableRows(), on_error="skip")
             )
         )
 
@@ -186,7 +193,7 @@ def test_validation_without_readable_rows_is_an_error(fork, load):
 @pytest.mark.slow
 def test_unreadable_row_ends_training_but_not_the_ranks(load, rule, two_ranks_per_test):
     with pytest.raises((LoadError, synk.WorkerError), match=r"row \d+ can't be read .*: OSError: damaged"):
-        train(rule, (load(SomeBad(), processes=2), None))
+        train(rule, (load(PartlyDamagedRows(), processes=2), None))
     params, _ = train(rule, (load([ROWS, TARGETS]), None))  # the ranks remain usable
     assert np.abs(np.asarray(params) - [1, 2, 3]).max() < 3
 

@@ -7,7 +7,7 @@ import sys
 import time
 
 import numpy as np
-from loading_sources import Slow
+from loading_sources import SlowPictures
 
 import synkhronos as synk
 from synkhronos import ranks
@@ -18,7 +18,7 @@ def main(folder, how):
     """Read batches from a slow source; `how` says with which ranks, handlers and end."""
     if how != "alone":
         synk.fork(2, use_gpu=False)
-    loader = Loader(Slow(1000, 0.01), processes=2)
+    loader = Loader(SlowPictures(1000, 0.01), processes=2)
     # A program that reads without ranks has no workers.
     batches = loader.arrays(0, 10) if how == "alone" else loader.epoch(0, 10)
     if how == "handles":

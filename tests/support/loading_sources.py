@@ -10,7 +10,7 @@ import time
 import numpy as np
 
 
-class Numbers:
+class NumberedPictures:
     """Rows that identify themselves: a picture made from the row number, and the number."""
 
     def __init__(self, count, size=6):
@@ -31,7 +31,12 @@ def make_picture(row, size=6):
     return (np.arange(2 * size * size, dtype="int64") + 1000 * row).reshape(2, size, size)
 
 
-class Damaged(Numbers):
+def make_order(count, seed=0, epoch=0):
+    """Return the order in which a loader shuffles rows."""
+    return np.random.default_rng((seed, epoch)).permutation(count)
+
+
+class DamagedPictures(NumberedPictures):
     """Rows of which some raise errors, have another shape, or kill their process."""
 
     def __init__(self, count, bad=(), odd=(), kills=None):
@@ -49,7 +54,7 @@ class Damaged(Numbers):
         return super().__getitem__(row)
 
 
-class DeepError(Numbers):
+class DeepErrorPictures(NumberedPictures):
     """Rows of which all but the first raise an error below a deep stack of calls."""
 
     def __getitem__(self, row):
@@ -64,8 +69,8 @@ class DeepError(Numbers):
         return self.descend(depth - 1)
 
 
-class Slow(Numbers):
-    """`Numbers` that take seconds to read."""
+class SlowPictures(NumberedPictures):
+    """`NumberedPictures` that take seconds to read."""
 
     def __init__(self, count, seconds):
         super().__init__(count)
@@ -76,8 +81,8 @@ class Slow(Numbers):
         return super().__getitem__(row)
 
 
-class BlockedRow(Numbers):
-    """`Numbers` of which one row can be read only after the file ``go`` in a folder exists."""
+class BlockedPicture(NumberedPictures):
+    """`NumberedPictures` of which one row can be read only after the file ``go`` in a folder exists."""
 
     def __init__(self, count, row, folder):
         super().__init__(count)
@@ -91,7 +96,7 @@ class BlockedRow(Numbers):
         return super().__getitem__(row)
 
 
-class MixedDtypes:
+class MixedDtypeRows:
     """Rows whose first has another dtype than the others."""
 
     def __init__(self, first, others):
@@ -104,7 +109,7 @@ class MixedDtypes:
         return self.rows[row]
 
 
-class Unsized:
+class PictureIterable:
     """An iterable without a length."""
 
     def __init__(self, count, fails_at=None):
@@ -123,12 +128,12 @@ def add_noise(row, random):
     return image + random.integers(1000, size=image.shape), label
 
 
-#: Regression problem of `Rows`: y = x @ [1, 2, 3].
+#: Regression problem of `RegressionRows`: y = x @ [1, 2, 3].
 ROWS = np.random.default_rng(0).normal(size=(103, 3))
 TARGETS = ROWS @ [1.0, 2.0, 3.0]
 
 
-class Rows:
+class RegressionRows:
     """A regression problem, whose rows are read one by one."""
 
     def __len__(self):
@@ -138,8 +143,8 @@ class Rows:
         return ROWS[row], TARGETS[row]
 
 
-class SlowRows(Rows):
-    """`Rows` that take seconds to read."""
+class SlowRegressionRows(RegressionRows):
+    """`RegressionRows` that take seconds to read."""
 
     def __init__(self, count, seconds):
         self.count, self.seconds = count, seconds
@@ -152,20 +157,20 @@ class SlowRows(Rows):
         return super().__getitem__(row)
 
 
-BAD = {4, 5, 50, 77}
+DAMAGED_ROWS = {4, 5, 50, 77}
 
 
-class SomeBad(Rows):
-    """`Rows` of which a few cannot be read."""
+class PartlyDamagedRows(RegressionRows):
+    """`RegressionRows` of which a few cannot be read."""
 
     def __getitem__(self, row):
-        if row in BAD:
+        if row in DAMAGED_ROWS:
             raise OSError("damaged")
         return super().__getitem__(row)
 
 
-class SomeGood(Rows):
-    """`Rows` of which few can be read: whole consecutive batches of a rank cannot."""
+class MostlyDamagedRows(RegressionRows):
+    """`RegressionRows` of which few can be read: whole consecutive batches of a rank cannot."""
 
     def __getitem__(self, row):
         if row % 8:
@@ -173,7 +178,7 @@ class SomeGood(Rows):
         return super().__getitem__(row)
 
 
-class OnlyHere(Rows):
+class UnloadableRows(RegressionRows):
     """Rows that no loader can read."""
 
     def __init__(self):
@@ -188,7 +193,7 @@ class OnlyHere(Rows):
         return super().__getitem__(row)
 
 
-class Table:
+class ColumnRows:
     """Rows of several columns."""
 
     def __init__(self, *columns):
