@@ -35,8 +35,8 @@ from synkhronos.graph_libraries import get_library
 SIZES = [4_000, 64_000, 4_200_000, 102_000_000]
 
 
-class Peer:
-    """NCCL alone or `torch.distributed`, in processes of their own."""
+class ReferenceProcesses:
+    """Processes that run NCCL alone or `torch.distributed`, for comparison."""
 
     def __init__(self, n_ranks: int, *arguments: str):
         command = [sys.executable, "-m", "benchmarks._nccl", str(n_ranks), *arguments]
@@ -66,14 +66,16 @@ def main() -> None:
     options = parser.parse_args()
     count = require_gpus(options.ranks)
     print_heading(f"all_reduce on {count} GPUs: the sum of float32")
-    peers = {"NCCL": Peer(count)} | ({"torch": Peer(count, "torch")} if options.torch else {})
+    references = {"NCCL": ReferenceProcesses(count)} | (
+        {"torch": ReferenceProcesses(count, "torch")} if options.torch else {}
+    )
     synk.fork(count, use_gpu=True)
     library, _ = import_graph_library()
     shared = library.shared(np.zeros(1, np.float32), "s")
     synk.function([], shared, updates=[(shared, shared)])()
     table = Table(
-        {"": 8, "call": 9, "queued": 23, **dict.fromkeys(peers, 9), "share": 7, "GB/s": 5}
-        | {"waited": 23, **{f"{name} ": 9 for name in peers}}
+        {"": 8, "call": 9, "queued": 23, **dict.fromkeys(references, 9), "share": 7, "GB/s": 5}
+        | {"waited": 23, **{f"{name} ": 9 for name in references}}
     )
     device = get_array_device(get_library(shared).borrow_value(shared))
 
@@ -95,7 +97,7 @@ def main() -> None:
         synk.broadcast(shared, np.zeros(items, np.float32))
         calls: list[float] = []
         rounds: list[tuple[float, float]] = []
-        peer_rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in peers}
+        reference_rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in references}
         for _ in range(3):
             for _ in range(10):
                 all_reduce_once()
@@ -104,11 +106,11 @@ def main() -> None:
             wait()
             queued_time = (perf_counter() - start) / (options.calls // 3)
             rounds.append((queued_time, median(time_call(all_reduce_once) for _ in range(options.calls // 3))))
-            for name, peer in peers.items():
-                peer_rounds[name].append(peer.measure(items))
+            for name, reference in references.items():
+                reference_rounds[name].append(reference.measure(items))
         queued, waited = zip(*rounds, strict=True)
         peer_times = {
-            name: [median(times) for times in zip(*values, strict=True)] for name, values in peer_rounds.items()
+            name: [median(times) for times in zip(*values, strict=True)] for name, values in reference_rounds.items()
         }
         bandwidth = 2 * (count - 1) / count * nbytes / median(queued) / 1e9
         nccl_queued, nccl_waited = peer_times["NCCL"]
@@ -123,8 +125,8 @@ def main() -> None:
             format_spread(waited),
             *[format_duration(times[1]) for times in peer_times.values()],
         )
-    for peer in peers.values():
-        peer.close()
+    for reference in references.values():
+        reference.close()
     synk.close()
     print()
     smallest, largest = min(ratios), max(ratios)

@@ -20,7 +20,7 @@ COLOURS = {
 LEFT, RIGHT = 0.14, 3.6
 
 
-def digest() -> str:
+def compute_digest() -> str:
     """Return the digest of the table."""
     return hashlib.sha256(TABLE.read_bytes()).hexdigest()
 
@@ -66,7 +66,7 @@ def draw(rows: list[dict[str, str]], theme: str, is_narrow: bool) -> None:
     axis.tick_params(color=grid, labelsize=10)
     for spine in axis.spines.values():
         spine.set_visible(False)
-    metadata = {"Date": None, "Creator": None, "Description": f"speed.csv {digest()}", "Title": "Speed"}
+    metadata = {"Date": None, "Creator": None, "Description": f"speed.csv {compute_digest()}", "Title": "Speed"}
     name = f"speed_{theme}_narrow.svg" if is_narrow else f"speed_{theme}.svg"
     figure.savefig(TABLE.with_name(name), facecolor="white" if theme == "light" else "none", metadata=metadata)
     pyplot.close(figure)

@@ -13,10 +13,10 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "mnist"))
 
 import mnist
 from lasagne_tools import options as common
-from mnist import Part
+from mnist import ImageSet
 from models import IMAGE, MODELS, N_CLASSES, parse_model
 
-__all__ = ["EXAMPLES", "Part", "add_arguments", "load_digits", "parse_options"]
+__all__ = ["EXAMPLES", "ImageSet", "add_arguments", "load_digits", "parse_options"]
 
 
 # Examples of command lines, for --help.
@@ -27,7 +27,7 @@ EXAMPLES = [
 ]
 
 
-def load_digits(options: argparse.Namespace) -> list[Part]:
+def load_digits(options: argparse.Namespace) -> list[ImageSet]:
     """Return three parts, to train, to validate and to test; images have the shape (n, 1, 28, 28)."""
     try:
         if options.synthetic:
@@ -40,7 +40,7 @@ def load_digits(options: argparse.Namespace) -> list[Part]:
         ) from None
     except (OSError, ValueError) as error:
         raise SystemExit(f"--data: {error}") from None
-    return [Part(part.images.reshape(-1, *IMAGE), part.labels) for part in parts]
+    return [ImageSet(part.images.reshape(-1, *IMAGE), part.labels) for part in parts]
 
 
 def _make_synthetic(n: int, seed: int) -> mnist.Digits:
@@ -48,10 +48,10 @@ def _make_synthetic(n: int, seed: int) -> mnist.Digits:
     rng = np.random.default_rng(seed)
     pictures = rng.random((N_CLASSES, np.prod(IMAGE)), dtype=np.float32)
 
-    def make_part(n_images: int) -> Part:
+    def make_part(n_images: int) -> ImageSet:
         labels = rng.integers(N_CLASSES, size=n_images, dtype=np.int32)
         noise = rng.random((n_images, pictures.shape[1]), dtype=np.float32)
-        return Part((pictures[labels] + noise) / 2, labels)
+        return ImageSet((pictures[labels] + noise) / 2, labels)
 
     return mnist.Digits(make_part(n), make_part(-(-n // 10)), make_part(-(-n // 10)))
 

@@ -23,7 +23,7 @@ _layers = lasagne.layers
 _rectify = lasagne.nonlinearities.rectify
 
 
-class Model(NamedTuple):
+class ParsedModelName(NamedTuple):
     """Parsed name of a model: an ``"mlp"`` or a ``"cnn"``, its hidden layers and its shares of dropout."""
 
     kind: str
@@ -48,15 +48,15 @@ class Network(NamedTuple):
     test_error: Any
 
 
-def parse_model(name: str) -> Model:
+def parse_model(name: str) -> ParsedModelName:
     """Parse the name of a model; raise ValueError if there is none of this name.
 
     Missing numbers of a ``custom_mlp`` have the values of `DEFAULTS`.
     """
     if name == "mlp":
-        return Model("mlp", depth=2, width=800, drop_input=0.2, drop_hidden=0.5)
+        return ParsedModelName("mlp", depth=2, width=800, drop_input=0.2, drop_hidden=0.5)
     if name == "cnn":
-        return Model("cnn", depth=1, width=256, drop_input=0.0, drop_hidden=0.5)
+        return ParsedModelName("cnn", depth=1, width=256, drop_input=0.0, drop_hidden=0.5)
     kind, _, numbers = name.partition(":")
     if kind != "custom_mlp":
         raise ValueError(f"there is no model {name!r}; choose {MODELS}")
@@ -73,7 +73,7 @@ def parse_model(name: str) -> Model:
         raise ValueError(f"{name!r}: DEPTH has to be at least 0 and WIDTH at least 1")
     if not (0 <= drop_input < 1 and 0 <= drop_hidden < 1):
         raise ValueError(f"{name!r}: DROP_IN and DROP_HID have to be from 0 up to 1")
-    return Model("mlp", depth, width, drop_input, drop_hidden)
+    return ParsedModelName("mlp", depth, width, drop_input, drop_hidden)
 
 
 def build_network(name: str, seed: int = 1, dropout: bool = True) -> Network:
@@ -101,7 +101,7 @@ def build_network(name: str, seed: int = 1, dropout: bool = True) -> Network:
     )
 
 
-def _build_mlp(images: Any, model: Model) -> Any:
+def _build_mlp(images: Any, model: ParsedModelName) -> Any:
     """Fully connected layers with rectifiers, each behind dropout."""
     layer = _add_dropout(images, model.drop_input)
     for _ in range(model.depth):
@@ -110,7 +110,7 @@ def _build_mlp(images: Any, model: Model) -> Any:
     return _layers.DenseLayer(layer, N_CLASSES, nonlinearity=lasagne.nonlinearities.softmax)
 
 
-def _build_cnn(images: Any, model: Model) -> Any:
+def _build_cnn(images: Any, model: ParsedModelName) -> Any:
     """Two convolutions of 5 by 5 with 32 filters, each pooled by 2, then fully connected layers."""
     layer = images
     for _ in range(2):

@@ -22,7 +22,7 @@ import numpy as np
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 import synkhronos as synk
-from digits import EXAMPLES, Part, add_arguments, load_digits, parse_options
+from digits import EXAMPLES, ImageSet, add_arguments, load_digits, parse_options
 from lasagne_tools import options as common
 from lasagne_tools.batches import make_shuffled_batches
 from lasagne_tools.fit import fit
@@ -37,7 +37,7 @@ SERIAL = Path(__file__).with_name("train_mnist_theano.py")
 class CpuDataTrainer:
     """A network that all ranks train, and its data in host memory."""
 
-    def __init__(self, network: Network, parts: list[Part], options: argparse.Namespace, n_ranks: int) -> None:
+    def __init__(self, network: Network, parts: list[ImageSet], options: argparse.Namespace, n_ranks: int) -> None:
         self.n_ranks, self._options = n_ranks, options
         self._train_part, self._valid_part, self._test_part = [
             (synk.data(part.images, network.x), synk.data(part.labels, network.y)) for part in parts

@@ -21,7 +21,7 @@ import numpy as np
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 import synkhronos as synk
-from digits import EXAMPLES, Part, add_arguments, load_digits, parse_options
+from digits import EXAMPLES, ImageSet, add_arguments, load_digits, parse_options
 from lasagne_tools import options as common
 from lasagne_tools.fit import fit
 from lasagne_tools.library import describe_libraries, theano
@@ -35,7 +35,7 @@ SERIAL = Path(__file__).with_name("train_mnist_theano.py")
 class GpuDataTrainer:
     """A network that all ranks train, and its data in the ranks' own memory."""
 
-    def __init__(self, network: Network, parts: list[Part], options: argparse.Namespace, n_ranks: int) -> None:
+    def __init__(self, network: Network, parts: list[ImageSet], options: argparse.Namespace, n_ranks: int) -> None:
         self.n_ranks, self._options = n_ranks, options
         train, valid, test = [self._make_part_variables(name) for name in ("train", "valid", "test")]
 

@@ -18,7 +18,7 @@ try:
 except ModuleNotFoundError as error:
     raise SystemExit(f"this demo needs {error.name}: pip install 'synkhronos[lasagne]'") from None
 
-__all__ = ["Run", "Trainer", "fit"]
+__all__ = ["RunResults", "Trainer", "fit"]
 
 
 class Trainer(Protocol):
@@ -40,7 +40,7 @@ class Trainer(Protocol):
 
 
 @dataclass
-class Run:
+class RunResults:
     """Results of a run."""
 
     title: str
@@ -61,10 +61,10 @@ class Run:
         return images / self.seconds if sum(self.images) else math.nan
 
 
-def fit(trainer: Trainer, options: argparse.Namespace, title: str, start: float) -> Run:
+def fit(trainer: Trainer, options: argparse.Namespace, title: str, start: float) -> RunResults:
     """Train for some epochs, and validate after each."""
     rng = np.random.default_rng(options.seed)
-    run = Run(title, trainer.n_ranks, images=[0] * trainer.n_ranks)
+    run = RunResults(title, trainer.n_ranks, images=[0] * trainer.n_ranks)
     compiled: set[Any] = set()
     # Messages of the library are printed above the progress bar.
     log = logging.getLogger("synkhronos")

@@ -10,12 +10,12 @@ import sys
 import tempfile
 from pathlib import Path
 
-from lasagne_tools.fit import Run
+from lasagne_tools.fit import RunResults
 
 __all__ = ["print_results", "run_serial"]
 
 
-def run_serial(script: Path) -> Run:
+def run_serial(script: Path) -> RunResults:
     """Run the serial script with this script's arguments, and return its results.
 
     It runs in another process before the ranks are forked, so that it has the device and all cores for itself.
@@ -33,17 +33,17 @@ def run_serial(script: Path) -> Run:
         command = [sys.executable, str(script), *arguments, "--result", str(result)]
         if subprocess.run(command).returncode != 0:
             raise SystemExit(f"{script.name} failed; its messages are above")
-        return Run(**json.loads(result.read_text()))
+        return RunResults(**json.loads(result.read_text()))
 
 
-def print_results(run: Run, options: argparse.Namespace, serial: Run | None = None) -> None:
+def print_results(run: RunResults, options: argparse.Namespace, serial: RunResults | None = None) -> None:
     """Print the table, and write the figures into a file if the command line names one."""
     print(format_table(run, serial))
     if options.result:
         options.result.write_text(json.dumps(dataclasses.asdict(run), indent=2) + "\n")
 
 
-def format_table(run: Run, serial: Run | None = None) -> str:
+def format_table(run: RunResults, serial: RunResults | None = None) -> str:
     """Return a table with the run, each of its ranks, and the serial run."""
     data_set = "test" if run.test else "validation"
     lines = ["", f"{'':<14} {'seconds':>8} {'images':>10} {'images/s':>10} {'speed-up':>9} {f'{data_set} error':>17}"]

@@ -25,7 +25,7 @@ SPLIT_SEED = 20260101
 UNSIGNED_BYTE = 0x08
 
 
-class Part(NamedTuple):
+class ImageSet(NamedTuple):
     """Images of shape (n, 784), float32 from 0 (paper) to 1 (ink), and their digits, int32."""
 
     images: np.ndarray
@@ -35,9 +35,9 @@ class Part(NamedTuple):
 class Digits(NamedTuple):
     """Digits for training, for validation during the training, and for the test of the result."""
 
-    train: Part
-    valid: Part
-    test: Part
+    train: ImageSet
+    valid: ImageSet
+    test: ImageSet
 
 
 def load_embedded() -> Digits:
@@ -48,7 +48,7 @@ def load_embedded() -> Digits:
     pixels, labels = mnist_data()
     order = np.random.default_rng(SPLIT_SEED).permutation(len(labels))
     digits = _make_part(pixels[order], labels[order])
-    return Digits(*(Part(digits.images[rows], digits.labels[rows]) for rows in _make_slices(4000, 500, 500)))
+    return Digits(*(ImageSet(digits.images[rows], digits.labels[rows]) for rows in _make_slices(4000, 500, 500)))
 
 
 def load_idx(directory: Path) -> Digits:
@@ -63,8 +63,8 @@ def load_idx(directory: Path) -> Digits:
     n_valid = len(digits.labels) // 12
     train, valid = _make_slices(len(digits.labels) - n_valid, n_valid)
     return Digits(
-        Part(digits.images[train], digits.labels[train]),
-        Part(digits.images[valid], digits.labels[valid]),
+        ImageSet(digits.images[train], digits.labels[train]),
+        ImageSet(digits.images[valid], digits.labels[valid]),
         _make_part(test_images, test_labels),
     )
 
@@ -89,11 +89,11 @@ def download(directory: Path) -> None:
             )
 
 
-def _make_part(pixels: np.ndarray, labels: np.ndarray) -> Part:
+def _make_part(pixels: np.ndarray, labels: np.ndarray) -> ImageSet:
     if len(pixels) != len(labels):
         raise ValueError(f"{len(pixels)} images do not fit {len(labels)} labels")
     images = pixels.reshape(len(pixels), -1).astype(np.float32) / np.float32(255)
-    return Part(images, labels.astype(np.int32))
+    return ImageSet(images, labels.astype(np.int32))
 
 
 def _make_slices(*lengths: int) -> list[slice]:

@@ -121,7 +121,7 @@ def draw_uniform(shape: Any, seed: int) -> tuple[Any, list[tuple[Any, Any]]]:
 
 
 @dataclass
-class Run:
+class RunResults:
     """Results of one training run."""
 
     title: str
@@ -145,7 +145,7 @@ class Run:
         return self.n_images / self.seconds if self.seconds else float("nan")
 
 
-def train_on_all_ranks(digits: mnist.Digits, options: argparse.Namespace) -> Run:
+def train_on_all_ranks(digits: mnist.Digits, options: argparse.Namespace) -> RunResults:
     """Train data-parallel: every rank computes the gradient for its share of each batch."""
     start = perf_counter()
     n_ranks = synk.fork(options.ranks)
@@ -167,13 +167,13 @@ def train_on_all_ranks(digits: mnist.Digits, options: argparse.Namespace) -> Run
     def evaluate(images: synk.Data, labels: synk.Data) -> float:
         return float(error(images, labels, num_slices=EVALUATION_SLICES))
 
-    run = Run(f"{n_ranks} ranks", n_ranks)
+    run = RunResults(f"{n_ranks} ranks", n_ranks)
     fit(run, start, train, evaluate, parts, options)
     synk.close()
     return run
 
 
-def train_in_one_process(digits: mnist.Digits, options: argparse.Namespace) -> Run:
+def train_in_one_process(digits: mnist.Digits, options: argparse.Namespace) -> RunResults:
     """Train the same network without ranks."""
     start = perf_counter()
     # For a fair comparison, BLAS uses all cores, as in a program without Synkhronos.
@@ -189,13 +189,13 @@ def train_in_one_process(digits: mnist.Digits, options: argparse.Namespace) -> R
             learning_rate=options.learning_rate,
         )
         error = graph_library.function([model.x, model.y], model.error)
-        run = Run("one process", 1)
+        run = RunResults("one process", 1)
         fit(run, start, train, lambda images, labels: float(error(images, labels)), digits, options)
     return run
 
 
 def fit(
-    run: Run,
+    run: RunResults,
     start: float,
     train: Callable[..., Any],
     evaluate: Callable[..., float],
@@ -243,7 +243,7 @@ def count_blas_threads() -> int:
     return max((pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"), default=1)
 
 
-def print_table(runs: list[Run]) -> None:
+def print_table(runs: list[RunResults]) -> None:
     """Print a line for each run, with the speed-up relative to the last one."""
     print("\n             ranks  BLAS threads  seconds  images/s  speed-up  test accuracy")
     print("                      in a rank")
@@ -258,7 +258,7 @@ def print_table(runs: list[Run]) -> None:
         print(f"Not counted for {run.title}: {run.setup_seconds:.1f} s to start, build and compile.")
 
 
-def save_plot(runs: list[Run], path: Path) -> None:
+def save_plot(runs: list[RunResults], path: Path) -> None:
     """Draw the loss and the validation error of each run over the epochs."""
     # Their import waits for matplotlib.use() above.
     from matplotlib import pyplot as plt

@@ -15,7 +15,7 @@ import numpy as np
 
 from synkhronos.loading import image_folder
 
-__all__ = ["Part", "load_images", "make_images", "read_folder"]
+__all__ = ["ImageSet", "load_images", "make_images", "read_folder"]
 
 # Synthetic images are noise over one coarse picture per class, of COARSE x COARSE colours.
 COARSE = 4
@@ -24,14 +24,14 @@ COARSE = 4
 Allocate = Callable[[tuple[int, ...]], Any]
 
 
-class Part(NamedTuple):
+class ImageSet(NamedTuple):
     """Images, uint8 of shape (n, 3, size, size), and the class of each, int32."""
 
     images: Any
     labels: np.ndarray
 
 
-def load_images(options: argparse.Namespace, allocate: Allocate) -> tuple[list[Part], int]:
+def load_images(options: argparse.Namespace, allocate: Allocate) -> tuple[list[ImageSet], int]:
     """Return the images to train and to validate that the command line asks for, and the number of classes."""
     if options.data:
         try:
@@ -43,7 +43,7 @@ def load_images(options: argparse.Namespace, allocate: Allocate) -> tuple[list[P
     return make_images(counts, options.classes, options.size, options.seed, allocate), options.classes
 
 
-def make_images(counts: Sequence[int], n_classes: int, size: int, seed: int, allocate: Allocate) -> list[Part]:
+def make_images(counts: Sequence[int], n_classes: int, size: int, seed: int, allocate: Allocate) -> list[ImageSet]:
     """Return parts of images with coarse colours and noise over them, the same for the same seed."""
     rng = np.random.default_rng(seed)
     repeats = -(-size // COARSE)
@@ -55,11 +55,13 @@ def make_images(counts: Sequence[int], n_classes: int, size: int, seed: int, all
         images = allocate((n, 3, size, size))
         for i, label in enumerate(labels):
             images[i] = pictures[label] + rng.integers(128, size=(3, size, size), dtype=np.uint8)
-        parts.append(Part(images, labels))
+        parts.append(ImageSet(images, labels))
     return parts
 
 
-def read_folder(folder: Path, size: int, validation: float, seed: int, allocate: Allocate) -> tuple[list[Part], int]:
+def read_folder(
+    folder: Path, size: int, validation: float, seed: int, allocate: Allocate
+) -> tuple[list[ImageSet], int]:
     """Return the images to train and to validate from one subfolder per class, and the number of classes.
 
     Images of any size are scaled, and cropped on both sides.  Classes are numbered in the alphabetical order of the
@@ -78,5 +80,5 @@ def read_folder(folder: Path, size: int, validation: float, seed: int, allocate:
         with ThreadPoolExecutor() as pool:
             for i, (pixels, _) in enumerate(pool.map(source.__getitem__, indexes)):
                 images[i] = pixels
-        parts.append(Part(images, labels[indexes]))
+        parts.append(ImageSet(images, labels[indexes]))
     return parts, len(source.classes)

@@ -21,7 +21,7 @@ import numpy as np
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 import synkhronos as synk
-from images import Part, load_images
+from images import ImageSet, load_images
 from lasagne_tools import options as common
 from lasagne_tools.batches import make_full_batches
 from lasagne_tools.fit import fit
@@ -41,7 +41,7 @@ EXAMPLES = [
 class ParallelTrainer:
     """A network that all ranks train, and its images, in Data objects."""
 
-    def __init__(self, network: Network, parts: list[Part], options: argparse.Namespace, n_ranks: int) -> None:
+    def __init__(self, network: Network, parts: list[ImageSet], options: argparse.Namespace, n_ranks: int) -> None:
         self.n_ranks, self._options = n_ranks, options
         self._batch_size = n_ranks * options.batch_size
         self._train_part, self._valid_part = [(part.images, synk.data(part.labels, network.y)) for part in parts]

@@ -15,7 +15,7 @@ from gan import GAN
 
 
 class LSGAN(GAN):
-    """The critic is to say 1 of real digits and 0 of made ones; the generator wants it to say 1."""
+    """The critic learns 1 for real digits and 0 for generated ones; the generator learns to get 1 from it."""
 
     rate = 2e-4
 

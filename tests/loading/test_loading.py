@@ -600,7 +600,9 @@ def test_loader_accepts_a_function_that_returns_an_iterable(load):
 def test_loader_names_an_iterable_that_raises(load):
     loader = load(PictureIterable(10, fails_at=7), on_error="skip")
     labels = []
-    with pytest.raises(loading.LoadError, match="row 7 of PictureIterable can't be read .*: OSError: the archive ends here"):
+    with pytest.raises(
+        loading.LoadError, match="row 7 of PictureIterable can't be read .*: OSError: the archive ends here"
+    ):
         for _, numbers in loader.arrays(0, 2):
             labels += numbers.tolist()
     assert labels == [0, 1, 2, 3, 4, 5]
@@ -608,7 +610,9 @@ def test_loader_names_an_iterable_that_raises(load):
 
 @pytest.mark.parametrize("how", [{"drop_last": True}, {"start_row": 9}])
 def test_loader_with_skip_reports_an_iterable_that_raises(load, how):
-    with pytest.raises(loading.LoadError, match="row 7 of PictureIterable can't be read .*: OSError: the archive ends here"):
+    with pytest.raises(
+        loading.LoadError, match="row 7 of PictureIterable can't be read .*: OSError: the archive ends here"
+    ):
         list(load(PictureIterable(10, fails_at=7)).arrays(0, 3, **how))
 
 
