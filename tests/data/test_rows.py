@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from messages import raises
 
@@ -97,9 +97,9 @@ def test_select_refuses_too_many_rows(length, count):
 
 @given(st.integers(0, 12), st.lists(st.booleans(), min_size=1, max_size=15))
 def test_select_refuses_a_mask_of_another_length(length, mask):
-    if len(mask) != length:
-        with pytest.raises(ValueError, match=rf"^batch: a mask needs .* {length} rows, got {len(mask)}"):
-            select_rows(np.array(mask), length)
+    assume(len(mask) != length)
+    with pytest.raises(ValueError, match=rf"^batch: a mask needs .* {length} rows, got {len(mask)}"):
+        select_rows(np.array(mask), length)
 
 
 @pytest.mark.parametrize(

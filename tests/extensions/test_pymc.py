@@ -805,14 +805,14 @@ def test_set_data_reaches_the_ranks(two_ranks_per_test):
 
 
 @pytest.mark.parametrize("is_constant", [False, True])
-def test_data_parallel_computes_sums_of_many_columns(two_ranks_per_test, is_constant):
+def test_data_parallel_splits_sums_of_many_columns(two_ranks_per_test, is_constant):
     """PyTensor makes one addition of the columns, and in Python it evaluates at most 31 terms."""
     with pm.Model() as model:
         x = pt.constant(X) if is_constant else pm.Data("x", X)
         b = pm.Normal("b", shape=3)
         pm.Normal("y", b[0] * sum(pt.exp(x[:, i % 3] / (i + 2)) for i in range(40)), 1, observed=X[:, 0])
     with pytensor.config.change_flags(mode="NUMBA"):
-        data_parallel(model)  # raised an AttributeError
+        assert list_names(data_parallel(model).split_RVs) == ["y"]
 
 
 def test_set_data_reaches_rows_that_an_index_picks(two_ranks_per_test):

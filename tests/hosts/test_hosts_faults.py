@@ -75,7 +75,7 @@ def block_ranks_at(tree, place, action="hold", fault_ranks=None):
     fault_ranks = fault_ranks or BLOCKING_RANKS[place]
     tree.send_order("run_faulty_command", place=place, fault_ranks=fault_ranks, action=action)
     for _ in fault_ranks:
-        tree.wait_event("inside")
+        tree.expect_event("inside")
 
 
 def check_ranks_work(tree):
@@ -106,15 +106,15 @@ def test_exceptions_and_interrupts_leave_hosts_usable(hosts):
             fault_time = time.monotonic()
             block_ranks_at(tree, place, "raise", fault_ranks=[2])
             words = [f"rank 2 on host {hosts.other} raised KeyError", "a fault", "fault_target.py"]
-            check_error(tree.wait_event("outcome"), fault_time, rank=2, words=words)
+            check_error(tree.expect_event("outcome"), fault_time, rank=2, words=words)
         fault_time = time.monotonic()
         block_ranks_at(tree, "computing", "raise", fault_ranks=[0])
-        check_error(tree.wait_event("outcome"), fault_time, error="KeyError")
+        check_error(tree.expect_event("outcome"), fault_time, error="KeyError")
         for place in PLACES:
             block_ranks_at(tree, place)
             fault_time = time.monotonic()
             os.kill(tree.pid, signal.SIGINT)
-            check_error(tree.wait_event("outcome"), fault_time, error="KeyboardInterrupt")
+            check_error(tree.expect_event("outcome"), fault_time, error="KeyboardInterrupt")
             tree.release()
             check_ranks_work(tree)
         outcome = tree.run_order("check_results")
@@ -154,7 +154,7 @@ def test_killed_process_on_a_host_is_named(hosts, target, place):
         fault_time = time.monotonic()
         os.kill(pids if number is None else pids[number], signal.SIGKILL)
         tree.release() if place == "idle" else None
-        outcome = tree.wait_event("outcome")
+        outcome = tree.expect_event("outcome")
         while place == "idle" and outcome.get("value") and time.monotonic() < fault_time + LIMIT:
             outcome = tree.run_order(
                 "run_faulty_command", place="barrier", fault_ranks=[], action=""
@@ -171,7 +171,7 @@ def test_death_of_a_lock_holder_is_named_to_a_remote_waiter(hosts):
         time.sleep(0.3)  # the others do not check the holder before
         fault_time = time.monotonic()
         os.kill(pids[1], signal.SIGKILL)
-        check_error(tree.wait_event("outcome"), fault_time, rank=1, words=["rank 1 on host a", "SIGKILL"])
+        check_error(tree.expect_event("outcome"), fault_time, rank=1, words=["rank 1 on host a", "SIGKILL"])
         tree.check_no_leaks()
 
 
@@ -192,7 +192,7 @@ def test_lost_host_is_named(hosts, fault, place):
         fault_time = tree.inject_fault(fault, hosts.other)
         tree.release() if place == "idle" else None
         words = [f"host {hosts.other} (rank 2)", "lost" if fault == "kill" else "has arrived for 1 seconds"]
-        check_error(tree.wait_event("outcome"), fault_time, rank=2, words=words)
+        check_error(tree.expect_event("outcome"), fault_time, rank=2, words=words)
         assert tree.run_order("fork", hosts=2, environment={}, settings={})["value"] == 2
         check_ranks_work(tree)
         tree.run_order("close")
@@ -296,11 +296,11 @@ def test_exit_and_close_in_a_handler_end_hosts(hosts):
         tree.check_no_leaks()
         fork(hosts, tree)
         tree.send_order("close_in_handler")
-        tree.wait_event("inside")
+        tree.expect_event("inside")
         fault_time = time.monotonic()
         os.kill(tree.pid, signal.SIGUSR1)
         tree.release()
-        check_error(tree.wait_event("outcome"), fault_time, "RuntimeError", words=["closed"])
+        check_error(tree.expect_event("outcome"), fault_time, "RuntimeError", words=["closed"])
         tree.check_no_leaks()
 
 

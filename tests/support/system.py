@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
+import select
 import subprocess
 import sys
 import textwrap
@@ -72,6 +74,16 @@ def wait_until(
         assert process is None or process.poll() is None, f"exited with status {process.returncode}"
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+class _PollDescriptor(ctypes.Structure):
+    _fields_ = [("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short)]
+
+
+def wait_in_c(fd: int, limit_ms: int) -> bool:
+    """Wait without running Python, as compiled code does; return whether a file could be read within the limit."""
+    poll = ctypes.PyDLL(None).poll  # does not release the interpreter's lock
+    return poll(ctypes.byref(_PollDescriptor(fd, select.POLLIN, 0)), 1, limit_ms) > 0
 
 
 def wait_until_empty(list_left: Callable[[], Collection[object]], limit: float = LIMIT) -> None:

@@ -6,7 +6,6 @@ A program plants an action at a point with `plan_action`; the master and the wor
 from __future__ import annotations
 
 import builtins
-import ctypes
 import gc
 import json
 import os
@@ -19,7 +18,7 @@ from typing import Any
 
 import numpy as np
 from library import NAME, shared, tensor
-from system import list_children
+from system import list_children, wait_in_c
 
 import synkhronos as synk
 from synkhronos import ranks
@@ -183,10 +182,6 @@ class UnprintableError(Exception):
         raise RuntimeError("no words")
 
 
-class _PollDescriptor(ctypes.Structure):
-    _fields_ = [("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short)]
-
-
 def block(how: str) -> None:
     """Block until the harness releases this process: in Python, or in C as compiled code does, without running Python.
 
@@ -200,13 +195,9 @@ def block(how: str) -> None:
             if time.monotonic() > deadline:
                 raise TimeoutError
     else:
-        poll = ctypes.PyDLL(None).poll  # does not release the interpreter's lock
         deadline = time.monotonic() + 60
-        # A signal that comes just before `poll` starts does not end it: its handler runs at the next turn.
-        while (
-            poll(ctypes.byref(_PollDescriptor(_RELEASE, select.POLLIN, 0)), 1, 10_000) < 1
-            and time.monotonic() < deadline
-        ):
+        # A signal that comes just before the call does not end it: its handler runs at the next turn.
+        while not wait_in_c(_RELEASE, 10_000) and time.monotonic() < deadline:
             pass
 
 

@@ -7,7 +7,6 @@ of a fault; and ``release``, by which the test releases ranks that block.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import select
@@ -20,6 +19,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from system import wait_in_c
 
 import synkhronos as synk
 from synkhronos import ranks
@@ -57,20 +57,15 @@ def report_event(folder: str, event: str, **data: Any) -> None:
     os.close(pipe)
 
 
-class _PollDescriptor(ctypes.Structure):
-    _fields_ = [("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short)]
-
-
 def block(folder: str, rank: int) -> None:
     """Report this rank, and block without running Python, as compiled code does, until the test releases it."""
     release = os.open(f"{folder}/release", os.O_RDONLY | os.O_NONBLOCK)
-    poll = ctypes.PyDLL(None).poll  # does not release the interpreter's lock
     deadline = time.monotonic() + 60
     # The test interrupts the master; a signal just before the call is handled after it.
     limit = 1_000 if rank == 0 else 60_000
     report_event(folder, "inside", rank=rank)
     try:
-        while poll(ctypes.byref(_PollDescriptor(release, select.POLLIN, 0)), 1, limit) < 1:
+        while not wait_in_c(release, limit):
             assert time.monotonic() < deadline
     finally:
         os.close(release)

@@ -71,7 +71,7 @@ class SimulatedHosts:
 
     def wait_until_started(self) -> None:
         """Wait until the program, the first or the next, has started."""
-        namespace = self.wait_event("started")["namespace"]
+        namespace = self.expect_event("started")["namespace"]
         processes = self.list_processes()
         self.pid = next(p for p, (space, line) in processes.items() if space == namespace and _is_program(line))
         if not hasattr(self, "before"):
@@ -100,9 +100,9 @@ class SimulatedHosts:
     def run_order(self, name: str, **arguments: Any) -> dict[str, Any]:
         """Send an order to the program; return its outcome."""
         self.send_order(name, **arguments)
-        return self.wait_event("outcome")
+        return self.expect_event("outcome")
 
-    def wait_event(self, event: str, limit: float = LIMIT) -> dict[str, Any]:
+    def expect_event(self, event: str, limit: float = LIMIT) -> dict[str, Any]:
         """Return the next event, and check its name."""
         deadline = time.monotonic() + limit
         while b"\n" not in self._text:
