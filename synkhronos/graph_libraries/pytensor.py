@@ -49,7 +49,7 @@ class PyTensor(GraphLibrary):
                 f"random numbers of {type(generator.bit_generator).__name__} can't differ between ranks: it has no "
                 "method jumped; use numpy.random.PCG64 (the default), Philox or MT19937"
             )
-        random_keys.check_generator(shared.container, generator)
+        random_keys.check_key_generator(shared.container, generator)
 
     def copy_generator(self, shared: SharedVariable) -> Any:
         """Return a copy of a Generator; in JAX mode at the position of its key."""

@@ -1,5 +1,7 @@
 """Ops of attention, which JAX mode compiles to ``jax.nn.dot_product_attention`` and so to cuDNN's fused kernel.
 
+For each head, attention is ``softmax(query @ key.T * scale) @ value`` (arXiv:1706.03762).
+
 PyTensor differentiates a graph before it is compiled.  A forward pass that consists of products and softmax would get a
 backward pass that reads the matrix of attention weights, which a fused kernel does not store.  So attention is one Op,
 and its gradient another.  In all modes but JAX mode, and for float64, a rewrite decomposes both into products and
@@ -58,12 +60,12 @@ class _AttentionOp(Op):
     ) -> list[Any]:
         """Return the gradients of the decomposition."""
         copies = [variable.copy() for variable in inputs]  # one variable may be two inputs
-        wanted = [copy for copy in copies if copy.dtype != "bool"]
-        known = dict(zip(self.decompose(*copies), cotangents, strict=True))
-        known = {output: cotangent for output, cotangent in known.items() if hasattr(cotangent.type, "dtype")}
-        found = dict(zip(wanted, pytensor.grad(None, wanted, known_grads=known), strict=True))
+        differentiable = [copy for copy in copies if copy.dtype != "bool"]
+        pairs = zip(self.decompose(*copies), cotangents, strict=True)
+        known_grads = {output: cotangent for output, cotangent in pairs if hasattr(cotangent.type, "dtype")}
+        gradients = iter(pytensor.grad(None, differentiable, known_grads=known_grads))
         # PyTensor's gradient of a cast from float16 has another dtype.
-        return [found[copy].astype(copy.dtype) if copy in found else disconnected_type() for copy in copies]
+        return [disconnected_type() if copy.dtype == "bool" else next(gradients).astype(copy.dtype) for copy in copies]
 
     def L_op(
         self, inputs: Sequence[Variable], outputs: Sequence[Variable], output_grads: Sequence[Variable]
@@ -91,18 +93,19 @@ class Attention(_AttentionOp):
         """Return the shape of the query."""
         return [arguments[-1][0]]
 
-    def decompose(self, query: Array, key: Array, value: Array, *masks: Any) -> list[Any]:
+    def decompose(self, query: Variable, key: Variable, value: Variable, *masks: Variable) -> list[Any]:
         """Return the output, computed by products and softmax."""
         dtype = "float64" if query.dtype == "float64" else "float32"
-        by_head = [tensor.astype(dtype).transpose(0, 2, 1, 3) for tensor in (query, key, value)]
+        # (batch, heads, length, width)
+        q, k, v = (tensor.astype(dtype).transpose(0, 2, 1, 3) for tensor in (query, key, value))
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
-        scores = by_head[0] @ by_head[1].swapaxes(-1, -2) * pt.cast(scale, dtype)
+        scores = q @ k.swapaxes(-1, -2) * pt.cast(scale, dtype)  # (batch, heads, length, key length)
         if self.is_causal:
             masks = (*masks, pt.arange(scores.shape[3]) <= pt.arange(scores.shape[2])[:, None])
         # A finite number, the same as JAX's: with -inf the softmax of a row without an attended key would be NaN.
-        for allowed in masks:
-            scores = pt.switch(allowed, scores, np.asarray(-0.7 * np.finfo("float32").max, dtype))
-        attended = pt.special.softmax(scores, axis=-1) @ by_head[2]
+        for mask in masks:
+            scores = pt.switch(mask, scores, np.asarray(-0.7 * np.finfo("float32").max, dtype))
+        attended = pt.special.softmax(scores, axis=-1) @ v
         return [attended.transpose(0, 2, 1, 3).astype(query.dtype)]
 
     def pullback(
@@ -134,22 +137,26 @@ class AttentionGradient(_AttentionOp):
 
 
 @node_rewriter([_AttentionOp])
-def _decompose(fgraph: FunctionGraph, node: Node) -> list[Any]:
+def _rewrite_attention(fgraph: FunctionGraph, node: Node) -> list[Any]:
+    """Decompose attention into products and softmax."""
     return node.op.decompose(*node.inputs)
 
 
 @node_rewriter([_AttentionOp])
-def _decompose_float64(fgraph: FunctionGraph, node: Node) -> list[Any] | bool:
+def _rewrite_float64_attention(fgraph: FunctionGraph, node: Node) -> list[Any] | bool:
     """Decompose attention in float64, whose softmax JAX would compute in float32."""
     return node.op.decompose(*node.inputs) if node.inputs[0].dtype == "float64" else False
 
 
 # Before shapes are inferred and the graph is canonicalized, at 0.1 and 1.
 optdb.register(
-    DECOMPOSE_ATTENTION, in2out(_decompose, name=DECOMPOSE_ATTENTION), "fast_run", "fast_compile", position=0.02
+    DECOMPOSE_ATTENTION, in2out(_rewrite_attention, name=DECOMPOSE_ATTENTION), "fast_run", "fast_compile", position=0.02
 )
 optdb.register(
-    "decompose_attention_float64", in2out(_decompose_float64, name="decompose_attention_float64"), "jax", position=0.02
+    "decompose_attention_float64",
+    in2out(_rewrite_float64_attention, name="decompose_attention_float64"),
+    "jax",
+    position=0.02,
 )
 
 
@@ -170,6 +177,7 @@ def _lower_attention_gradient(op: AttentionGradient, *inputs: Any) -> Any:
 def _compute_attention_vjp(op: Op, query: Array, key: Array, value: Array, *masks: Any) -> Any:
     """Return attention and the function that computes its gradients from a cotangent, as ``jax.vjp`` does.
 
+    The arguments are JAX arrays with the shapes of the inputs of `Attention`; the first three have one float dtype.
     Both Ops call this function, so that their forward passes are equal and XLA computes only one.
     """
     import jax

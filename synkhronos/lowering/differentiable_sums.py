@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.variable_types import SharedVariable, Variable
+from synkhronos.variable_types import Array
 
 #: Function of parameters that returns a scalar, or a scalar and its gradients.
 SumFunction = Callable[..., Any]
@@ -25,15 +25,16 @@ def fuse_sums(
     """Return a function that computes several sums on each rank, and reduces them by one all-reduce.
 
     It takes the parameters of all functions, in order, and returns the sum, or a tuple of sums.  Each of ``functions``
-    takes ``n_params`` of them, those at its ``differentiable_positions`` differentiable, and returns this rank's share
-    of a sum. ``all_reduce`` takes a vector, and returns its sum over the ranks.
+    takes ``n_params`` of them, and returns this rank's share of a sum, a scalar that is differentiable with respect to
+    the parameters at its ``differentiable_positions``.  ``all_reduce`` takes a vector, and returns its sum over the
+    ranks.
     """
     import jax
     import jax.numpy as jnp
 
     starts = np.cumsum([0, *n_params])
 
-    def split(params: Sequence[SharedVariable]) -> list[Sequence[Any]]:
+    def split(params: Sequence[Array]) -> list[Sequence[Any]]:
         return [params[start : start + count] for start, count in zip(starts, n_params, strict=False)]
 
     def reduce_all(values: Sequence[Any]) -> list[Any]:
@@ -93,7 +94,7 @@ def make_callback_sum(
     total = jax.ShapeDtypeStruct((), dtype)
 
     # NumPy arrays, so that callbacks compute on the CPU: a GPU is blocked until the callback has returned.
-    def to_numpy(params: Sequence[SharedVariable]) -> list[np.ndarray]:
+    def to_numpy(params: Sequence[Array]) -> list[np.ndarray]:
         return [np.asarray(param) for param in params]
 
     @jax.custom_vjp
@@ -101,9 +102,12 @@ def make_callback_sum(
         return jax.pure_callback(lambda *p: compute_value(to_numpy(p)), total, *params, vmap_method="sequential")
 
     def forward(*params: Any) -> tuple[Any, Any]:
-        likes = [total, *(jax.ShapeDtypeStruct(params[i].shape, params[i].dtype) for i in differentiable_positions)]
+        result_specs = [
+            total,
+            *(jax.ShapeDtypeStruct(params[i].shape, params[i].dtype) for i in differentiable_positions),
+        ]
         result, *gradients = jax.pure_callback(
-            lambda *p: compute_value_and_gradients(to_numpy(p)), likes, *params, vmap_method="sequential"
+            lambda *p: compute_value_and_gradients(to_numpy(p)), result_specs, *params, vmap_method="sequential"
         )
         return result, (gradients, params)
 
@@ -118,7 +122,7 @@ def make_callback_sum(
     return lambda *params: compute(*map(jnp.asarray, params))
 
 
-def _make_zero_cotangent(param: Variable) -> Any:
+def _make_zero_cotangent(param: Array) -> Any:
     """Return the zero cotangent of a parameter that is not differentiable."""
     import jax
 

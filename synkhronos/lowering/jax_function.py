@@ -32,9 +32,9 @@ class JaxFunction:
         Storages of the shared variables, each a list with one item.  Functions that share a variable share the list.
     result_storages : list of list
         Storage of each result: a new list for each of ``n_outputs`` outputs, an item of `storages` for an update.
-    types : list
+    output_types : list
         PyTensor's types of the outputs.
-    donated : list of list
+    donated_storages : list of list
         The items of `storages` whose arrays a launch may overwrite.
     length_graph : StaticLengthGraph or None
         Computes the lengths that depend on the values of inputs.
@@ -54,9 +54,9 @@ class JaxFunction:
         for position, j in graph.update_mapping.items():
             self.result_storages[position] = inputs[j]
         self.n_outputs = len(graph.outputs) - len(graph.update_mapping)
-        self.types = [output.type for output in graph.outputs[: self.n_outputs]]
+        self.output_types = [output.type for output in graph.outputs[: self.n_outputs]]
         updated = {id(storage) for storage in self.result_storages[self.n_outputs :]}
-        self.donated = [
+        self.donated_storages = [
             storage
             for storage in self.storages
             if id(storage) in updated and (isinstance(storage[0], np.ndarray) or device.owns(storage[0]))

@@ -3,7 +3,7 @@
 XLA compiles for fixed shapes, but the length of ``x[i * b:(i + 1) * b]`` depends on the value of ``i``.  So do the
 lengths of arrays of ``n`` zeros and of loops of ``n`` steps.  Expressions of lengths that depend only on the inputs'
 shapes and on scalar integer inputs are extracted from the graph: Python computes them before each call, and passes them
-to XLA as constants.  XLA compiles once for each set of lengths, so once for all ``i`` but the last.  The start of a
+to XLA as constants.  XLA compiles once for each set of lengths, here once for all ``i`` but the last.  The start of a
 slice remains traced.
 
     graph(i, x) --extract_lengths--> StaticLengthGraph:  n = lengths(i, x)  in Python, before the call
@@ -173,34 +173,34 @@ def extract_lengths(graph: FunctionGraph) -> StaticLengthGraph | None:
     if not any(map(_is_integer_scalar, graph.inputs)):
         return None
     known_variables = KnownVariables(graph)
-    extracted: dict[Any, None] = {}
-    sliced: list[tuple[Any, dict[int, _SliceLength]]] = []
+    varying_scalars: dict[Any, None] = {}
+    varying_slices: list[tuple[Any, dict[int, _SliceLength]]] = []
     for node in graph.toposort():
         if not isinstance(node.op, _INDEXING_OPS):
             for source in select_shape_inputs(node):
-                extracted.update(dict.fromkeys(_find_varying_scalars(source, known_variables)))
+                varying_scalars.update(dict.fromkeys(_find_varying_scalars(source, known_variables)))
         elif slices := dict(_find_varying_slices(node, known_variables)):
-            sliced.append((node, slices))
-    if not extracted and not sliced:
+            varying_slices.append((node, slices))
+    if not varying_scalars and not varying_slices:
         return None
     # Features are not cloned: they would undo or reject these replacements.
-    copy, copies = graph.clone_get_equiv(check_integrity=False, attach_feature=False)
+    new_graph, copies = graph.clone_get_equiv(check_integrity=False, attach_feature=False)
     length_expressions: list[Any] = []
-    for node, slices in sliced:
+    for node, slices in varying_slices:
         length_inputs = [lscalar() for _ in slices]
-        copied = copies[node]
+        copied_node = copies[node]
         op = FixedLengthSubtensor(node.op, tuple(slices))
-        fixed = Apply(op, [*copied.inputs, *length_inputs], [copied.outputs[0].type()])
+        new_node = Apply(op, [*copied_node.inputs, *length_inputs], [copied_node.outputs[0].type()])
         for length_input in length_inputs:
-            copy.add_input(length_input)
-        copy.replace(copied.outputs[0], fixed.outputs[0], import_missing=True)
+            new_graph.add_input(length_input)
+        new_graph.replace(copied_node.outputs[0], new_node.outputs[0], import_missing=True)
         length_expressions += slices.values()
-    for variable in extracted:
+    for variable in varying_scalars:
         length_input = variable.type()
-        copy.add_input(length_input)
-        copy.replace(copies[variable], length_input)
+        new_graph.add_input(length_input)
+        new_graph.replace(copies[variable], length_input)
         length_expressions.append(variable)
-    return StaticLengthGraph(copy, graph.inputs, length_expressions)
+    return StaticLengthGraph(new_graph, graph.inputs, length_expressions)
 
 
 # -- known variables ---------------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ class KnownVariables:
     def __init__(self, graph: FunctionGraph):
         self._inputs = list(graph.inputs)
         #: Whether a value depends on the value of an input, for each variable that is known before a call.
-        self._varies_with_inputs: dict[Any, bool] = {
+        self._is_varying: dict[Any, bool] = {
             variable: True for variable in self._inputs if _is_integer_scalar(variable)
         }
         #: Variables that are known while JAX traces the graph, but not before a call.
@@ -226,11 +226,11 @@ class KnownVariables:
 
     def is_known_before_call(self, variable: Variable) -> bool:
         """Whether the value is known before a call."""
-        return not hasattr(variable, "type") or isinstance(variable, Constant) or variable in self._varies_with_inputs
+        return not hasattr(variable, "type") or isinstance(variable, Constant) or variable in self._is_varying
 
-    def is_varying(self, variable: Variable) -> bool:
+    def varies_with_inputs(self, variable: Variable) -> bool:
         """Whether the value is known before a call, and depends on the value of an input."""
-        return self.is_known_before_call(variable) and self._varies_with_inputs.get(variable, False)
+        return self.is_known_before_call(variable) and self._is_varying.get(variable, False)
 
     def is_known_in_trace(self, variable: Variable) -> bool:
         """Whether the value is known while JAX traces the graph, such as a value that is known before a call."""
@@ -241,9 +241,9 @@ class KnownVariables:
 
         The length is an int, or an expression in the graph's inputs.
         """
-        fixed = variable.type.shape[axis]
-        if fixed is not None:
-            return fixed
+        static_length = variable.type.shape[axis]
+        if static_length is not None:
+            return static_length
         if variable in self._inputs:
             length = Shape_i(axis)(variable)
         else:
@@ -254,15 +254,15 @@ class KnownVariables:
         return length
 
     def _classify(self, node: Node) -> None:
-        """Record by which time the outputs of a node are known, from that of its inputs."""
+        """Record by which time the outputs of a node are known, from the times at which its inputs are."""
         if isinstance(node.op, Shape | Shape_i):
             if node.inputs[0] in self._inputs:
-                self._varies_with_inputs[node.outputs[0]] = False
+                self._is_varying[node.outputs[0]] = False
             else:
                 self._known_in_trace.add(node.outputs[0])
         elif all(map(_is_scalar_or_vector, node.outputs)) and isinstance(node.op, _LENGTH_OPS):
             if all(map(self.is_known_before_call, node.inputs)):
-                self._varies_with_inputs.update(dict.fromkeys(node.outputs, any(map(self.is_varying, node.inputs))))
+                self._is_varying.update(dict.fromkeys(node.outputs, any(map(self.varies_with_inputs, node.inputs))))
             elif all(map(self.is_known_in_trace, node.inputs)):
                 self._known_in_trace.update(node.outputs)
         elif type(node.op).__name__ == "JAXShapeTuple" and all(map(self.is_known_in_trace, node.inputs)):
@@ -305,17 +305,17 @@ def select_shape_inputs(node: Node) -> Sequence[Any]:
 
 def _find_varying_scalars(variable: Variable, known_variables: KnownVariables) -> Iterator[Any]:
     """Yield the scalars that determine a length or shape, and that are known before a call and vary with inputs."""
-    if known_variables.is_varying(variable) and getattr(variable.type, "ndim", 0) == 0:
+    if known_variables.varies_with_inputs(variable) and getattr(variable.type, "ndim", 0) == 0:
         yield variable
         return
-    is_fixed = known_variables.is_known_before_call(variable) and not known_variables.is_varying(variable)
+    is_fixed = known_variables.is_known_before_call(variable) and not known_variables.varies_with_inputs(variable)
     if not is_fixed and known_variables.is_known_in_trace(variable) and variable.owner is not None:
         for source in variable.owner.inputs:
             yield from _find_varying_scalars(source, known_variables)
 
 
 def _find_varying_slices(node: Node, known_variables: KnownVariables) -> Iterator[tuple[int, _SliceLength]]:
-    """Yield (position among the indices, length) of each slice whose length varies with the values of inputs."""
+    """Yield position among the indices, and length, of each slice whose length varies with the values of inputs."""
     x = node.inputs[0]
     if known_variables.is_known_before_call(x):
         return  # a shape, for example: Python computes this node
@@ -323,7 +323,9 @@ def _find_varying_slices(node: Node, known_variables: KnownVariables) -> Iterato
     for position, index in enumerate(split_indexing(node.op, node.inputs)[1]):
         if isinstance(index, slice):
             bounds = index.start, index.stop, index.step
-            if all(map(known_variables.is_known_before_call, bounds)) and any(map(known_variables.is_varying, bounds)):
+            if all(map(known_variables.is_known_before_call, bounds)) and any(
+                map(known_variables.varies_with_inputs, bounds)
+            ):
                 length = known_variables.build_length(x, axis)
                 if known_variables.is_known_before_call(length):
                     yield position, _SliceLength(*bounds, length)
@@ -416,8 +418,8 @@ class SliceLengthRewriter(GraphRewriter):
     """Rewrite that specifies the lengths of slices whose bounds are data and differ by a constant.
 
     PyTensor infers a length for ``x[i:i + 28]`` that is less than 28 near the end of ``x``.  If ``i`` is data, as in a
-    random crop, XLA can't compile an array of that length; the lowering in `shapes` returns 28 rows, or NaN.  So this
-    rewrite specifies the length 28, and no shape that is inferred from it depends on data.
+    random crop, XLA can't compile an array of that length.  The lowering in `shapes` returns 28 rows, or NaN.  This
+    rewrite specifies the length 28, so that no inferred shape depends on data.
     """
 
     def apply(self, fgraph: FunctionGraph) -> None:
@@ -425,14 +427,14 @@ class SliceLengthRewriter(GraphRewriter):
         slices = [node for node in fgraph.toposort() if isinstance(node.op, Subtensor)]
         known_variables = KnownVariables(fgraph) if slices else None
         for node in slices:
-            lengths = _find_lengths(node, known_variables)
+            lengths = _find_constant_lengths(node, known_variables)
             out = node.outputs[0]
             if any(length is not None for length in lengths):
                 fgraph.replace(out, specify_shape(node.op(*node.inputs), lengths), reason="slice_lengths")
 
 
-def _find_lengths(node: Node, known_variables: Any) -> list[int | None]:
-    """Return the length of each axis of a node's output, if it is a slice by data with constant length; else None."""
+def _find_constant_lengths(node: Node, known_variables: Any) -> list[int | None]:
+    """Return a length for each axis of a node's output: the constant length of a slice by data, else None."""
     lengths: list[int | None] = []
     for index in split_indexing(node.op, node.inputs)[1]:
         if not isinstance(index, slice):

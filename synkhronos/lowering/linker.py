@@ -13,7 +13,7 @@ from pytensor.link.jax.linker import JAXLinker
 
 import synkhronos.lowering.sum_rewrites  # noqa: F401 - registers rewrites
 from synkhronos.lowering.lengths import extract_lengths
-from synkhronos.lowering.shapes import register_lowerings
+from synkhronos.lowering.shapes import register_shape_lowerings
 from synkhronos.variable_types import FunctionGraph
 
 #: Name of the rewrite that decomposes the Ops of attention, for all modes but JAX mode.
@@ -30,7 +30,7 @@ class StaticLengthLinker(JAXLinker):
         """Convert the graph, or its `StaticLengthGraph` if it has one, to a JAX function."""
         from pytensor.link.jax.dispatch import jax_funcify
 
-        register_lowerings()
+        register_shape_lowerings()
         # PyTensor's conversion treats an input that has a value as a constant, and keeps the value on the device.
         storages = [storage_map[v] for v in fgraph.inputs if hasattr(storage_map[v][0], "dtype")]
         values = [storage[0] for storage in storages]

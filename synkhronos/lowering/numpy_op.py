@@ -87,7 +87,7 @@ def call_ordered_callback(function: Callable[..., np.ndarray], array: Any, *othe
 
 @cache
 def _register_all_with_jax() -> None:
-    shapes.register_lowerings()
+    shapes.register_shape_lowerings()
     for op, lowering in _lowerings.items():
         _register_op_with_jax(op, lowering)
 

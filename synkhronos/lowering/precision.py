@@ -3,8 +3,8 @@
 By default XLA multiplies float32 in TF32 on a GPU.  JAX applies the setting ``"bfloat16"`` on TPUs only; here it also
 applies to GPUs:
 
-- A product gets its factors in bfloat16, accumulates in float32, and rounds its result, so that it is written and read
-  in half the bytes.  Gradients of weight matrices, and what the graph returns, stay float32.
+- A product gets its factors in bfloat16, accumulates in float32, and rounds its result, so that the result is written
+  and read in half the bytes.  Gradients of weight matrices, and outputs of the graph, stay float32.
 - A node that computes such a factor by one kernel, as elementwise nodes do, rounds its output, so that XLA writes it to
   memory once, in bfloat16.  This matters because convolutional networks are limited by memory bandwidth.
 
@@ -20,8 +20,8 @@ from typing import Any
 
 from synkhronos.variable_types import Array, FunctionGraph, Node, Op, Variable
 
-#: Compiler options for graphs with rounded values.  Otherwise XLA would use the unrounded number where it is available,
-#: and write both to memory.
+#: Compiler options for graphs with rounded values.  With XLA's default, a kernel would use the unrounded number where
+#: it is available, and both would be written to memory.
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
 
 
@@ -45,11 +45,13 @@ def round_product_factors(run: Callable[..., Any], node: Node, graph: FunctionGr
     ]
     if rounded_inputs:
         run = _pass_in_bfloat16(run, rounded_inputs)
-    rounds = [_is_rounded(output, graph) for output in node.outputs]
-    if rounds == [True]:
+    rounds_output = [_is_rounded(output, graph) for output in node.outputs]
+    if rounds_output == [True]:
         return lambda *inputs: _round(run(*inputs))
-    if any(rounds):
-        return lambda *inputs: [_round(x) if r else x for x, r in zip(run(*inputs), rounds, strict=True)]
+    if any(rounds_output):
+        return lambda *inputs: [
+            _round(output) if rounds else output for output, rounds in zip(run(*inputs), rounds_output, strict=True)
+        ]
     return run
 
 
@@ -87,9 +89,9 @@ def _is_rounded(variable: Variable, graph: FunctionGraph) -> bool:
 def _is_result_rounded(variable: Variable, graph: FunctionGraph) -> bool:
     """Whether the result of a product is rounded.
 
-    It is not if an output of the graph has its elements, or elementwise functions of them: such outputs are gradients
-    of parameters, and predictions, but not losses.  It is not either if it is only summed, since XLA can make a sum
-    over a batch of products one product.
+    A result is not rounded if an output of the graph has its elements, or elementwise functions of them: such outputs
+    are gradients of parameters, and predictions, but not losses.  A result that is only summed is not rounded either,
+    since XLA can make a sum over a batch of products one product.
     """
     from pytensor.graph.fg import Output
     from pytensor.tensor.basic import Join
@@ -99,17 +101,17 @@ def _is_result_rounded(variable: Variable, graph: FunctionGraph) -> bool:
     from pytensor.tensor.shape import Reshape, SpecifyShape
     from pytensor.tensor.subtensor import Subtensor
 
-    moves = DimShuffle | Join | JoinDims | Reshape | SpecifyShape | SplitDims | Subtensor
+    moving_ops = DimShuffle | Join | JoinDims | Reshape | SpecifyShape | SplitDims | Subtensor
     if all(isinstance(client.op, Sum) for client, _ in graph.clients[variable]):
         return False
-    found, waiting = {variable}, [variable]
-    while waiting:
-        for client, _ in graph.clients[waiting.pop()]:
+    reached, unvisited = {variable}, [variable]
+    while unvisited:
+        for client, _ in graph.clients[unvisited.pop()]:
             if isinstance(client.op, Output):
                 return False
-            if _is_single_kernel(client.op) or isinstance(client.op, moves):
-                waiting += set(client.outputs) - found
-                found.update(client.outputs)
+            if _is_single_kernel(client.op) or isinstance(client.op, moving_ops):
+                unvisited += set(client.outputs) - reached
+                reached.update(client.outputs)
     return True
 
 

@@ -71,7 +71,7 @@ def track_user_function(function: Any) -> None:
                 keys.storages.append(storage)
 
 
-def check_generator(container: Any, generator: np.random.Generator) -> None:
+def check_key_generator(container: Any, generator: np.random.Generator) -> None:
     """Raise TypeError if functions draw from the container's key and PyTensor can't make a key of the generator."""
     supported = np.random.PCG64 | np.random.PCG64DXSM
     if _key_storages.get(container) is not None and not isinstance(generator.bit_generator, supported):

@@ -19,8 +19,8 @@ from synkhronos.variable_types import Array, Node
 _MAX_COPIES = 1024
 #: Maximal number of elements of all copies: 8 MB of float64, which fit into a GPU's cache.
 _MAX_ELEMENTS = 1 << 20
-#: Minimal number of rows added into one row of a copy, so that the sum of the copies is a small part of the work.
-_ROWS_PER_COPY = 256
+#: Minimal number of items that are added into a row of a copy, so that summing the copies is a small part of the work.
+_MIN_ITEMS_PER_ROW = 256
 
 
 def wrap_scatter_add(run: Callable[..., Any], node: Node) -> Callable[..., Any]:
@@ -46,14 +46,20 @@ def wrap_scatter_add(run: Callable[..., Any], node: Node) -> Callable[..., Any]:
 
 
 def choose_n_copies(x_shape: tuple[int, ...], y_shape: tuple[int, ...], index_shape: tuple[int, ...]) -> int:
-    """Return the number of copies for computing ``x.at[index].add(y)``; 1 or less for none."""
+    """Return the number of copies of ``x`` with which to compute ``x.at[index].add(y)``; 1 or less without copies."""
     if not math.prod(x_shape) or not x_shape or y_shape != (*index_shape, *x_shape[1:]):
         return 1
-    return min(_MAX_COPIES, _MAX_ELEMENTS // math.prod(x_shape), index_shape[0] // (_ROWS_PER_COPY * x_shape[0]))
+    return min(_MAX_COPIES, _MAX_ELEMENTS // math.prod(x_shape), index_shape[0] // (_MIN_ITEMS_PER_ROW * x_shape[0]))
 
 
 def scatter_add_rows(x: Array, y: Array, index: Array, n_copies: int) -> Any:
-    """Return ``x.at[index].add(y)``, computed in ``n_copies`` copies.  Consecutive rows use different copies."""
+    """Return ``x.at[index].add(y)``, computed in ``n_copies`` copies of the result.
+
+    ``x`` is (rows, *item shape), ``y`` (items, *item shape) of the same dtype, ``index`` (items,) of integers::
+
+        index    2 0 2 2 1 2
+        copy     0 1 0 1 0 1    each copy adds two items into its row 2, instead of four into one row
+    """
     import jax.numpy as jnp
 
     n_rows = x.shape[0]

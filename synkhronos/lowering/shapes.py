@@ -61,7 +61,7 @@ ArrayFunction = Callable[..., Any]
 
 
 @cache
-def register_lowerings() -> None:
+def register_shape_lowerings() -> None:
     """Register the lowerings with PyTensor, once in each process."""
     from pytensor.link.jax.dispatch import jax_funcify
 

@@ -4,9 +4,9 @@ PyTensor simplifies a graph for loops on a CPU, in two ways that cost a GPU time
 network:
 
 - It flattens sums of sums.  Then the gradient of each block is a sum of all terms of all later blocks, instead of the
-  gradient of the next block and a few terms.  `share_partial_sums` reuses the sum of the next block.
+  gradient of the next block and a few terms.  `PartialSumRewriter` reuses the sum of the next block.
 - The gradient of ``x - mean(x)`` subtracts a mean of terms that themselves depend on a sum over the same axis, so that
-  XLA reads everything twice.  `split_centered_sums` sums these terms separately, in the first pass.
+  XLA reads all arrays twice.  `split_centered_sums` sums these terms separately, in the first pass.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def is_elementwise(node: Node | None, scalar_op: type | UnionType) -> bool:
     return node is not None and isinstance(node.op, Elemwise) and isinstance(node.op.scalar_op, scalar_op)
 
 
-class PartialSumSharer(GraphRewriter):
+class PartialSumRewriter(GraphRewriter):
     """Rewrite that replaces terms of a sum by another sum of them, ``a + b + c`` by ``(a + b) + c``."""
 
     def apply(self, fgraph: FunctionGraph) -> None:
@@ -54,7 +54,7 @@ def _find_partial_sum(fgraph: FunctionGraph, node: Node) -> Any:
 
 
 @node_rewriter([Sum])
-def _split_centered_sum(fgraph: FunctionGraph, node: Node) -> list[Any] | None:
+def _rewrite_centered_sum(fgraph: FunctionGraph, node: Node) -> list[Any] | None:
     """Replace ``sum(a + c * (x - mean(x)))`` by ``sum(a) + c * sum(x - mean(x))``, where c has no summed axis."""
     (total,) = node.inputs
     axes = node.op.axis
@@ -62,7 +62,7 @@ def _split_centered_sum(fgraph: FunctionGraph, node: Node) -> list[Any] | None:
         return None
     plain, centered = [], []
     for term in total.owner.inputs:
-        rest, factors = _split_factors(term, axes)
+        rest, factors = _match_factors(term, axes)
         if factors and _is_centered(rest, axes):
             centered.append((rest, factors))
         else:
@@ -74,14 +74,14 @@ def _split_centered_sum(fgraph: FunctionGraph, node: Node) -> list[Any] | None:
         return None  # the sum counts each element of the part several times
     sums = [node.op(part) for part in parts]
     for i, (_, factors) in enumerate(centered, start=1):
-        for factor, divides in factors:
+        for factor, is_divisor in factors:
             factor = factor.squeeze(axis=axes) if factor.type.ndim else factor
-            sums[i] = sums[i] / factor if divides else sums[i] * factor
+            sums[i] = sums[i] / factor if is_divisor else sums[i] * factor
     return [pt.add(*sums)]
 
 
-def _split_factors(term: Variable, axes: tuple[int, ...]) -> tuple[Any, list[tuple[Any, bool]]]:
-    """Split a term into a rest and factors that are constant along the axes, each with True if it is a divisor."""
+def _match_factors(term: Variable, axes: tuple[int, ...]) -> tuple[Any, list[tuple[Any, bool]]]:
+    """Return a term without its factors that are constant along the axes, and these, each with True for a divisor."""
     factors: list[tuple[Any, bool]] = []
     while term.owner is not None:
         if is_elementwise(term.owner, TrueDiv) and _is_constant_along(term.owner.inputs[1], axes):
@@ -103,23 +103,23 @@ def _is_centered(variable: Variable, axes: tuple[int, ...]) -> bool:
     node = variable.owner
     if not is_elementwise(node, Sub) or not _is_constant_along(node.inputs[1], axes):
         return False
-    whole, waiting = node.inputs[0], [node.inputs[1]]
-    while waiting:
-        owner = waiting.pop().owner
+    minuend, unvisited = node.inputs[0], [node.inputs[1]]
+    while unvisited:
+        owner = unvisited.pop().owner
         if owner is None:
             continue
-        if isinstance(owner.op, Sum) and owner.op.axis == axes and owner.inputs[0] is whole:
+        if isinstance(owner.op, Sum) and owner.op.axis == axes and owner.inputs[0] is minuend:
             return True
         if isinstance(owner.op, DimShuffle) or is_elementwise(owner, Mul) or is_elementwise(owner, TrueDiv):
-            waiting += owner.inputs
+            unvisited += owner.inputs
     return False
 
 
 def separate_statistics(run: Callable[..., Any], node: Node, graph: FunctionGraph) -> Callable[..., Any]:
     """Wrap the JAX function of a node that sums values, or squares, to normalize by their mean and variance.
 
-    XLA would compute normalizations by kernels that each have one output and compute the statistics again.  As separate
-    results, statistics are computed once for the forward and the backward pass.
+    XLA would compute normalizations by kernels that each have one output and compute the statistics again.  Behind a
+    barrier, statistics are computed once for the forward and the backward pass.
     """
     import jax
 
@@ -137,7 +137,7 @@ def _is_constant_along(variable: Variable, axes: tuple[int, ...]) -> bool:
     return all(variable.type.broadcastable[axis] for axis in axes)
 
 
-split_centered_sums = in2out(_split_centered_sum, name="split_centered_sums")
+split_centered_sums = in2out(_rewrite_centered_sum, name="split_centered_sums")
 # After the canonical form and its specializations, at 1 to 3, and before fusion at 49, which JAX mode leaves to XLA.
 optdb.register("split_centered_sums", split_centered_sums, "jax", position=48.0)
-optdb.register("share_partial_sums", PartialSumSharer(), "jax", position=48.1)
+optdb.register("share_partial_sums", PartialSumRewriter(), "jax", position=48.1)

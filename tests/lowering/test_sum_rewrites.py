@@ -17,7 +17,7 @@ from pytensor.tensor.elemwise import Elemwise  # noqa: E402
 from pytensor.tensor.math import Sum  # noqa: E402
 
 from synkhronos.lowering import linker  # noqa: E402, F401 - registers the rewrites
-from synkhronos.lowering.sum_rewrites import PartialSumSharer, split_centered_sums  # noqa: E402
+from synkhronos.lowering.sum_rewrites import PartialSumRewriter, split_centered_sums  # noqa: E402
 
 PLAIN = Mode("py", "fast_run").excluding("fusion", "inplace")
 REWRITTEN = PLAIN.including("split_centered_sums", "share_partial_sums")
@@ -47,7 +47,7 @@ def test_no_sum_repeats_terms_of_another(sums):
     rng = np.random.default_rng(0)
     values = [rng.normal(size=(3, 4)) if x.ndim == 2 else rng.normal(size=4) for x in inputs]
     outputs = [pt.add(*(inputs[i] for i in terms)) for terms in sums]
-    graph = rewrite(PartialSumSharer(), inputs, outputs)
+    graph = rewrite(PartialSumRewriter(), inputs, outputs)
     for value, expected in zip(
         compute(graph.inputs, graph.outputs, values), compute(inputs, outputs, values), strict=True
     ):

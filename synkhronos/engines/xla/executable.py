@@ -80,14 +80,16 @@ class Executable(Runner):
         # of its shape.  In another order, XLA would copy arrays, and addresses would change from launch to launch.
         updated_ids = {id(storage) for function in functions for storage in function.result_storages}
         self._updated_storages = [storage for storage in self._storages if id(storage) in updated_ids]
-        self._donated_storages = _remove_duplicates([storage for function in functions for storage in function.donated])
+        self._donated_storages = _remove_duplicates(
+            [storage for function in functions for storage in function.donated_storages]
+        )
         self._copy = jnp.copy
         length_graph = functions[0].length_graph
         #: Inputs whose values determine the lengths of arrays.
         self.numpy_inputs = frozenset() if length_graph is None else frozenset(length_graph.length_input_positions)
         self._has_lengths = any(function.length_graph is not None for function in functions)
         assert len(functions) == 1 or not self._has_lengths
-        types = [t for function in functions for t in function.types]
+        types = [t for function in functions for t in function.output_types]
         #: Positions and dtypes of the outputs that are logged, and storages of the other outputs of a launch.
         self._logged_positions = [i for i, t in enumerate(types) if logs_scalars and getattr(t, "ndim", None) == 0]
         self._logged_dtypes = [np.dtype(types[i].dtype) for i in self._logged_positions]
