@@ -64,7 +64,7 @@ def time_one_exchange(
     context: Any, rule: exchange_rules.ExchangeRule, params: list[Any], shared_arrays: Any, rank: int
 ) -> float:
     """Return the seconds of one rank's exchange with the centre."""
-    storage = context.get_storage("exchange")
+    storage = context.get_persistent_dict("exchange")
     if "state" not in storage:
         storage["state"] = exchange_rules.ExchangeState(params, [], shared_arrays)
         rule.setup(context, storage["state"])

@@ -47,10 +47,10 @@ class In(pytensor.compile.io.In):
         is_pytensor_value = value is None or isinstance(value, Container | SharedVariable)
         super().__init__(variable, name, value if is_pytensor_value else None, update, **kwargs)
         #: The default value in a list of one; empty if there is none.
-        self.default: list[Any] = []
+        self.default_list: list[Any] = []
         if not is_pytensor_value:
             value = variable.type.filter(value, strict=self.strict, allow_downcast=self.allow_downcast)
-            self.value, self.default = value, [value]
+            self.value, self.default_list = value, [value]
 
 
 class TheanoFunction(_Function):
@@ -69,8 +69,10 @@ class TheanoFunction(_Function):
 
     def _restore_defaults(self) -> None:
         for container, input_spec in zip(self.input_storage, self.maker.inputs, strict=True):
-            if getattr(input_spec, "default", ()) and input_spec.update is None:
-                container.storage[0] = copy.copy(input_spec.default[0]) if input_spec.mutable else input_spec.default[0]
+            if getattr(input_spec, "default_list", ()) and input_spec.update is None:
+                container.storage[0] = (
+                    copy.copy(input_spec.default_list[0]) if input_spec.mutable else input_spec.default_list[0]
+                )
 
     def copy(self, *args: Any, **kwargs: Any) -> Any:
         """Return a copy; the arguments are those of PyTensor's method."""
@@ -97,7 +99,7 @@ def add_theano_semantics(function: Any, output_keys: list[str] | None = None) ->
 
     With ``output_keys``, it returns its outputs in a dict.
     """
-    if output_keys is not None or any(getattr(input_spec, "default", ()) for input_spec in function.maker.inputs):
+    if output_keys is not None or any(getattr(input_spec, "default_list", ()) for input_spec in function.maker.inputs):
         function.maker.output_keys = output_keys
         function.__class__ = TheanoFunction
         function._restore_defaults()

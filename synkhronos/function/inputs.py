@@ -65,9 +65,9 @@ class CallInputWriter:
             values[position] = value
         for i, spec in enumerate(specs):
             if values[i] is _MISSING:
-                if not spec.default:
+                if not spec.default_tuple:
                     raise TypeError(f"{self.computation.name}: missing input {i} ({spec.name or spec.variable})")
-                values[i] = spec.default[0]
+                values[i] = spec.default_tuple[0]
         return values
 
     def write_inputs(

@@ -60,13 +60,11 @@ class DependenceAnalysis:
             or name == "AdvancedSubtensor"
             and any(getattr(index.type, "dtype", None) == "bool" for index in inputs[1:])
         )
-        has_value_lengths = (
-            depends and is_selection or any(id(variable) in self._length_dependents for variable in inputs)
-        )
+        lengths_depend = depends and is_selection or any(id(variable) in self._length_dependents for variable in inputs)
         for output in node.outputs:
             if depends:
                 self._value_dependents.add(id(output))
-            if has_value_lengths and getattr(output.type, "ndim", None) != 0 and name not in _SHAPE_OPS:
+            if lengths_depend and getattr(output.type, "ndim", None) != 0 and name not in _SHAPE_OPS:
                 self._length_dependents.add(id(output))
 
     def depends_on_values(self, variable: Variable) -> bool:
@@ -96,12 +94,13 @@ class DependenceAnalysis:
                 continue
             if not self.depends_on_values(denominator) or not _is_scalar(denominator):
                 continue
-            is_counted = _is_sum(denominator) and not self._has_parameters(denominator)
-            if is_counted or numerator is not None and self.depends_on_values(numerator) and _is_sum(numerator):
+            is_count = _is_sum(denominator) and not self._has_parameters(denominator)
+            if is_count or numerator is not None and self.depends_on_values(numerator) and _is_sum(numerator):
                 denominators.append(denominator)
         return denominators
 
     def _has_parameters(self, variable: Variable) -> bool:
+        """Whether a variable depends on shared variables that are no sources."""
         return any(id(shared) not in self._sources for shared in self._library.find_shareds([variable]))
 
 

@@ -47,7 +47,7 @@ class InputSpec:
     #: Whether a cast may lose precision; None allows it for Python floats.
     allow_downcast: bool | None
     #: Tuple with the default value; empty if there is none.
-    default: tuple[Any, ...]
+    default_tuple: tuple[Any, ...]
     #: The item of ``inputs``: the variable, or an ``In`` that contains it.
     library_input: Any
 
@@ -59,7 +59,7 @@ def get_storage(shared: SharedVariable) -> list[Any]:
 
 
 def has_other_references(storage: list[Any]) -> bool:
-    """Whether the object in a list of one item, such as a container's storage, has other references than the list's."""
+    """Whether the object in a storage, a list of one item, has other references than that of the list."""
     return getrefcount(storage[0]) > 2  # the list's reference, and the argument of getrefcount
 
 
@@ -110,6 +110,7 @@ class GraphLibrary(ABC):
 
     #: Import name.
     name: str
+    #: The module ``tensor`` of the library.
     tensor: ModuleType
     #: Base classes of variables, shared variables and constants.
     variable_class: type
@@ -147,8 +148,10 @@ class GraphLibrary(ABC):
 
     def is_array(self, variable: Variable) -> bool:
         """Whether the variable's values are dense arrays with a dtype and a number of dimensions."""
-        own_type = variable.type  # only that of SciPy's sparse matrices has a format
-        return hasattr(own_type, "ndim") and hasattr(own_type, "dtype") and not hasattr(own_type, "format")
+        variable_type = variable.type  # only that of SciPy's sparse matrices has a format
+        return (
+            hasattr(variable_type, "ndim") and hasattr(variable_type, "dtype") and not hasattr(variable_type, "format")
+        )
 
     def make_input_spec(self, value: Any) -> InputSpec:
         """Return the specification of a function's input, which is a variable or an ``In``."""
@@ -202,27 +205,27 @@ class GraphLibrary(ABC):
         return True
 
     def compile_now(self, function: CompiledFunction) -> None:  # noqa: B027 - only Numba compiles later
-        """Compile a function without inputs for the values of its shared variables, before its first call."""
+        """Compile a function without inputs before its first call, for the types of its shared variables' values."""
 
     def sort_nodes(self, variables: Sequence[Variable]) -> list[Any]:
         """Return the Apply nodes from which variables are computed, in topological order.
 
         A shared variable depends on its default update.
         """
-        order: list[Any] = []
+        sorted_nodes: list[Any] = []
         seen: set[int] = set()
         stack = [(node, False) for node in map(self._get_source_node, variables) if node is not None]
         while stack:
-            node, expanded = stack.pop()
-            if expanded:
-                order.append(node)
+            node, are_inputs_sorted = stack.pop()
+            if are_inputs_sorted:
+                sorted_nodes.append(node)
                 continue
             if id(node) in seen:
                 continue
             seen.add(id(node))
             stack.append((node, True))
             stack.extend((source, False) for source in map(self._get_source_node, node.inputs) if source is not None)
-        return order
+        return sorted_nodes
 
     def _get_source_node(self, variable: Variable) -> Any:
         """Return the node that computes a variable, or a shared variable's default update; None if there is none."""
@@ -293,9 +296,9 @@ class GraphLibrary(ABC):
         check_dense(value, "value")
         array = np.asarray(variable_type.filter(value, strict=strict, allow_downcast=allow_downcast))
         if not allow_downcast and getattr(value, "dtype", None) != array.dtype:
-            given = np.asarray(value)
-            if given.dtype.kind in NUMBER_KINDS:
-                check_cast(given, array.dtype, "value")
+            original = np.asarray(value)
+            if original.dtype.kind in NUMBER_KINDS:
+                check_cast(original, array.dtype, "value")
         return array
 
     def convert_to_type_of(self, variable: Variable, expression: Variable) -> Any:

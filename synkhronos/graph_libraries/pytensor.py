@@ -71,7 +71,7 @@ class PyTensor(GraphLibrary):
 
     def _get_default_tuple(self, library_input: Any) -> tuple[Any, ...]:
         """Return a tuple with the default value of `synkhronos.compat`'s ``In``; PyTensor's own has none."""
-        return tuple(getattr(library_input, "default", ()))
+        return tuple(getattr(library_input, "default_list", ()))
 
     def clone(self, outputs: Sequence[Any], replace: dict[Any, Any]) -> list[Any]:
         """Return copies of the outputs' graphs with variables replaced."""

@@ -74,9 +74,9 @@ class Theano(GraphLibrary):
 
     def function(self, inputs: Sequence[Any], outputs: Any = None, **kwargs: Any) -> Callable[..., Any]:
         """Compile a function; inputs that Theano uses on a GPU are arrays of the GPU."""
-        inputs, replaced = self._replace_inputs(inputs)
-        if replaced:
-            kwargs["givens"] = [*replaced, *kwargs.get("givens", [])]
+        inputs, givens = self._replace_inputs(inputs)
+        if givens:
+            kwargs["givens"] = [*givens, *kwargs.get("givens", [])]
         observers = Variable.construction_observers
         count = len(observers)
         try:
@@ -94,20 +94,22 @@ class Theano(GraphLibrary):
             return list(inputs), []
         from theano.gpuarray.type import GpuArrayType
 
-        placed, replaced = [], []
+        gpu_inputs, givens = [], []
         for value in inputs:
             spec = self.make_input_spec(value)
-            own_type = spec.variable.type
-            if isinstance(own_type, GpuArrayType) or not PYGPU.accepts_input(np.dtype(own_type.dtype), own_type.ndim):
-                placed.append(value)
+            variable_type = spec.variable.type
+            if isinstance(variable_type, GpuArrayType) or not PYGPU.accepts_input(
+                np.dtype(variable_type.dtype), variable_type.ndim
+            ):
+                gpu_inputs.append(value)
                 continue
-            variable = GpuArrayType(own_type.dtype, own_type.broadcastable, None)(spec.variable.name)
-            default = spec.default[0] if spec.default else None
-            placed.append(
+            variable = GpuArrayType(variable_type.dtype, variable_type.broadcastable, None)(spec.variable.name)
+            default = spec.default_tuple[0] if spec.default_tuple else None
+            gpu_inputs.append(
                 In(variable, name=spec.name, value=default, mutable=spec.mutable, allow_downcast=spec.allow_downcast)
             )
-            replaced.append((spec.variable, variable.transfer("cpu")))
-        return placed, replaced
+            givens.append((spec.variable, variable.transfer("cpu")))
+        return gpu_inputs, givens
 
     def store_value(self, shared: SharedVariable, value: Any) -> None:
         """Set a shared variable's value; a GpuArray as its base class without NumPy's operators, as Theano requires."""

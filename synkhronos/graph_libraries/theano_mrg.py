@@ -20,7 +20,7 @@ _RECURRENCES = (
 )
 #: Number of steps between the streams of two ranks.  In Theano, streams of two random variables are 2**134 steps apart,
 #: streams of one variable 2**72.  The period is about 2**185.
-_JUMP = 2**166
+_JUMP_STEPS = 2**166
 
 
 def is_mrg_state(shared: SharedVariable) -> bool:
@@ -30,16 +30,16 @@ def is_mrg_state(shared: SharedVariable) -> bool:
 
 
 def jump_mrg(state: np.ndarray, n_jumps: int) -> np.ndarray:
-    """Return MRG states, of shape (n_streams, 6), ``n_jumps`` jumps ahead."""
-    power = n_jumps * _JUMP
+    """Return MRG states ``n_jumps`` jumps ahead; ``state`` is (streams, 6), of integers, 3 for each recurrence."""
+    n_steps = n_jumps * _JUMP_STEPS
     jumped = [
-        np.array(_matrix_power(matrix, power, modulus), object) @ part.astype(object).T % modulus
-        for (matrix, modulus), part in zip(_RECURRENCES, (state[:, :3], state[:, 3:]), strict=True)
+        np.array(_compute_matrix_power(matrix, n_steps, modulus), object) @ values.astype(object).T % modulus
+        for (matrix, modulus), values in zip(_RECURRENCES, (state[:, :3], state[:, 3:]), strict=True)
     ]
     return np.concatenate(jumped).T.astype(state.dtype)
 
 
-def _matrix_power(matrix: Sequence[Sequence[int]], power: int, modulus: int) -> Any:
+def _compute_matrix_power(matrix: Sequence[Sequence[int]], power: int, modulus: int) -> Any:
     """Return a power of a 3 by 3 matrix modulo a prime, computed by repeated squaring in exact integers."""
     result, square = np.array(((1, 0, 0), (0, 1, 0), (0, 0, 1)), object), np.array(matrix, object)
     while power:

@@ -1,4 +1,4 @@
-"""The first argument of a program: by it, a rank communicates with the other ranks.
+"""The first argument of a program, through which a rank communicates with the other ranks.
 
 All ranks together synchronize at barriers of the command (`ProgramPeers.barrier`).  The members of a `Group`
 synchronize by messages between two ranks.
@@ -18,6 +18,7 @@ None       the value                 none
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -54,7 +55,7 @@ class RankContext:
         Number of ranks.
     is_master : bool
         Whether this is the process that called `synkhronos.run`.
-    send_buffer : int
+    send_buffer_nbytes : int
         Size in bytes of the buffer for messages to one rank: 131,072 for up to 11 ranks.  With more ranks, 16 MiB are
         divided among all pairs, with at least 8,192 bytes for each.
 
@@ -75,7 +76,7 @@ class RankContext:
     def __init__(self, rank: Rank, peers: ProgramPeers):
         self._rank, self._peers = rank, peers
         self.number, self.size, self.is_master = rank.number, rank.size, rank.is_master
-        self.send_buffer = peers.layout.channel_nbytes
+        self.send_buffer_nbytes = peers.layout.channel_nbytes
 
     def __repr__(self) -> str:
         return f"<synkhronos.RankContext {self.number} of {self.size}>"
@@ -168,12 +169,12 @@ class RankContext:
     def send(self, value: Any, dest: int) -> None:
         """Send a picklable value, or an array, to another rank.  Messages between two ranks are delivered in order.
 
-        The call returns at once if all messages that the other rank has not received fit into `send_buffer` bytes.
-        Otherwise it waits until the other rank has received enough of them.  A message takes at most 200 bytes more
-        than its pickle.
+        The call returns at once if all messages that the other rank has not received fit into `send_buffer_nbytes`
+        bytes.  Otherwise it waits until the other rank has received enough of them.  A message takes at most 200 bytes
+        more than its pickle.
 
-        An array on a GPU that is larger than `send_buffer` is sent from GPU to GPU by NCCL.  Then the call waits until
-        the other rank receives it.
+        An array on a GPU that is larger than `send_buffer_nbytes` is sent from GPU to GPU by NCCL.  Then the call waits
+        until the other rank receives it.
 
         Parameters
         ----------
@@ -188,7 +189,7 @@ class RankContext:
         """
         self._check_peer(dest, "dest")
         device = _choose_transfer_device(self._rank, value)
-        if device is not NUMPY and value.size * value.dtype.itemsize > self.send_buffer:
+        if device is not NUMPY and value.size * value.dtype.itemsize > self.send_buffer_nbytes:
             pair_communicator = device.get_group_communicator(self._rank, (self.number, dest))
             if pair_communicator is not None:
                 array = device.as_contiguous(value)
@@ -275,10 +276,10 @@ class RankContext:
         """
         return self._peers.get_lock(check_integer(number, "number"))
 
-    def get_storage(self, name: str) -> dict[Any, Any]:
+    def get_persistent_dict(self, name: str) -> dict[Any, Any]:
         """Return the dict of this name, in which programs on this rank store objects for later ones, until `close`."""
-        storage: dict[Any, Any] = self._rank.objects.setdefault(("storage", name), {})
-        return storage
+        persistent: dict[Any, Any] = self._rank.objects.setdefault(("persistent dict", name), {})
+        return persistent
 
     # -- data ------------------------------------------------------------------------------------------------
 
@@ -318,7 +319,7 @@ class Group:
         self.ranks = members
         self.number, self.size = members.index(context.number), len(members)
         self._rank, self._peers = context._rank, context._peers
-        self._others = [r for r in members if r != context.number]
+        self._other_ranks = [r for r in members if r != context.number]
 
     def barrier(self, name: str) -> None:
         """Wait until all members have arrived at the barrier with this name."""
@@ -336,44 +337,44 @@ class Group:
         result = np.array(array, order="C") if communicator is None else _copy_array(device, array)
         reduction = _describe_reduction(result, op, NUMPY if communicator is None else device)
         generation = 0 if communicator is None else communicator.generation
-        by_member = self._gather_at_barrier("all_reduce()", (reduction, generation))
-        reductions = [other for other, _ in by_member]
+        gathered = self._gather_at_barrier("all_reduce()", (reduction, generation))
+        reductions = [other for other, _ in gathered]
         if any(other != reduction for other in reductions):
             raise RuntimeError(f"all_reduce: expected the same shape, dtype and op, got {reductions}")
         if communicator is not None:
             if self.size > 1:
-                communicator.connect_members(self.ranks, [generation for _, generation in by_member], self.all_gather)
+                communicator.connect_members(self.ranks, [generation for _, generation in gathered], self.all_gather)
                 communicator.all_reduce(result, op)
                 return device.rewrap(result, communicator.wait_briefly())
             return result
         flat = result.reshape(-1)
-        block = self.size * max(1, self._peers.max_chunk_nbytes // flat.dtype.itemsize)  # a chunk each
-        for start in range(0, flat.size, block):
-            self._reduce_in_place(flat[start : start + block], op)
+        block_size = self.size * max(1, self._peers.max_chunk_nbytes // flat.dtype.itemsize)  # a chunk for each member
+        for start in range(0, flat.size, block_size):
+            self._reduce_in_place(flat[start : start + block_size], op)
         return result
 
     def _reduce_in_place(self, flat: np.ndarray, op: str) -> None:
-        """Reduce an array in place: each member reduces its share of the elements, and sends it to the others."""
+        """Reduce a vector in place: each member reduces its share, and sends the result to the others."""
         bounds = [flat.size * i // self.size for i in range(self.size + 1)]
-        low, high = bounds[self.number], bounds[self.number + 1]
-        for i, r in enumerate(self.ranks):
-            if i != self.number:
-                self._peers.send(r, _as_bytes(flat[bounds[i] : bounds[i + 1]]), "its share")
+        shares = [flat[start:stop] for start, stop in itertools.pairwise(bounds)]
+        own_share = shares[self.number]
+        others = [(rank, share) for rank, share in zip(self.ranks, shares, strict=True) if rank in self._other_ranks]
+        for rank, share in others:
+            self._peers.send(rank, _as_bytes(share), "its share")
         contributions = []
-        for i, r in enumerate(self.ranks):
-            values = flat[low:high]
-            if i != self.number:
-                values = np.empty(high - low, flat.dtype)
-                self._peers.receive(r, "a share", _as_bytes(values))
-            contributions.append(values)
-        total = np.empty(high - low, flat.dtype)
+        for rank in self.ranks:
+            contribution = own_share
+            if rank in self._other_ranks:
+                contribution = np.empty_like(own_share)
+                self._peers.receive(rank, "a share", _as_bytes(contribution))
+            contributions.append(contribution)
+        total = np.empty_like(own_share)
         reduce_arrays(contributions, REDUCE_OPS[op], total)
-        flat[low:high] = total
-        for r in self._others:
-            self._peers.send(r, _as_bytes(flat[low:high]), "a result")
-        for i, r in enumerate(self.ranks):
-            if i != self.number:
-                self._peers.receive(r, "a result", _as_bytes(flat[bounds[i] : bounds[i + 1]]))
+        own_share[...] = total
+        for rank in self._other_ranks:
+            self._peers.send(rank, _as_bytes(own_share), "a result")
+        for rank, share in others:
+            self._peers.receive(rank, "a result", _as_bytes(share))
 
     def _gather_at_barrier(self, description: str, value: object) -> list[Any]:
         """Wait until all members have arrived at this barrier, and return each member's value."""
@@ -382,19 +383,19 @@ class Group:
         max_nbytes = self._peers.max_chunk_nbytes
         if len(payload) > max_nbytes:
             raise ValueError(f"{description}: expected a value of at most {max_nbytes:,} bytes, got {len(payload):,}")
-        for r in self._others:
+        for r in self._other_ranks:
             self._peers.send(r, payload, description)
-        by_member = []
+        gathered = []
         for r in self.ranks:
             content, message_type = (description, value), "barrier"
-            if r in self._others:
+            if r in self._other_ranks:
                 content, message_type = pickle.loads(self._peers.receive(r, description))
-            by_member.append(content if message_type == "barrier" else ("send()", None))
-        if any(other != description for other, _ in by_member):
+            gathered.append(content if message_type == "barrier" else ("send()", None))
+        if any(other != description for other, _ in gathered):
             # Not `Rank.raise_common_error`, since the master may not be a member.
-            positions = (f"rank {r} is at {other}" for r, (other, _) in zip(self.ranks, by_member, strict=True))
+            positions = (f"rank {r} is at {other}" for r, (other, _) in zip(self.ranks, gathered, strict=True))
             raise RuntimeError(f"the ranks wait for each other in different places: {', '.join(positions)}")
-        return [member_value for _, member_value in by_member]
+        return [member_value for _, member_value in gathered]
 
 
 def get_rank(context: RankContext) -> Rank:

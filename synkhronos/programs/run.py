@@ -32,7 +32,7 @@ from synkhronos.ranks.program_memory import ProgramMemoryLayout
 from synkhronos.ranks.program_peers import ProgramPeers
 
 #: Number of locks, in addition to one for each rank.
-_EXTRA_LOCKS = 8
+_N_EXTRA_LOCKS = 8
 
 
 def run(program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
@@ -79,15 +79,17 @@ def run(program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
     session = ranks.get_session()
     with session.call_lock:
         session.begin_call()
-        functions: list[Any] = []
-        arrays: list[ArrayLocation] = []
-        payload = _pickle_program(session, (program, args, kwargs), functions, arrays)
-        layout = ProgramMemoryLayout(0, session.size, session.size + _EXTRA_LOCKS)
+        function_keys: list[Any] = []
+        published_arrays: list[ArrayLocation] = []
+        pickled_program = _pickle_program(session, (program, args, kwargs), function_keys, published_arrays)
+        layout = ProgramMemoryLayout(0, session.size, session.size + _N_EXTRA_LOCKS)
         segment = session.memory.create_segment(layout.nbytes)
         layout = replace(layout, segment_key=segment.key)
         try:
             layout.initialize_locks(segment)
-            results: list[Any] = session.run(RunProgram(layout, payload, tuple(functions), tuple(arrays)))
+            results: list[Any] = session.run(
+                RunProgram(layout, pickled_program, tuple(function_keys), tuple(published_arrays))
+            )
         finally:
             session.memory.release("segment", layout.segment_key)
         return results
@@ -95,16 +97,16 @@ def run(program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
 
 class _RunProgramFields(NamedTuple):
     program_layout: ProgramMemoryLayout
-    payload: bytes
-    functions: tuple[Any, ...]
-    arrays: tuple[ArrayLocation, ...]
+    pickled_program: bytes
+    function_keys: tuple[Any, ...]
+    published_arrays: tuple[ArrayLocation, ...]
 
 
 class RunProgram(_RunProgramFields, Command):
     """Run a program on every rank.
 
-    ``functions`` are keys of the functions among its arguments.  ``arrays`` are the Data objects among them whose rows
-    the command sends to other hosts.
+    ``function_keys`` are the keys of the functions among its arguments.  ``published_arrays`` are the locations of the
+    Data objects among them whose rows the command sends to other hosts.
     """
 
     __slots__ = ()
@@ -113,7 +115,7 @@ class RunProgram(_RunProgramFields, Command):
         """Run the program on this rank; return all ranks' results in the master, an empty list in workers."""
         peers = ProgramPeers(rank, self.program_layout)
         self._compile_functions(rank)
-        unpickler = _ProgramUnpickler(io.BytesIO(self.payload))
+        unpickler = _ProgramUnpickler(io.BytesIO(self.pickled_program))
         unpickler.rank, unpickler.peers = rank, peers
         try:
             program, args, kwargs = unpickler.load()
@@ -126,32 +128,37 @@ class RunProgram(_RunProgramFields, Command):
         with RankMeanContext.forbid():
             result = program(RankContext(rank, peers), *args, **kwargs)
         try:
-            payload = pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
+            pickled_result = pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise TypeError(f"the result of the program can't be pickled: {error}") from error
         peers.barrier("the end of the program")
-        return gather_pickles(rank, payload)
+        return gather_pickles(rank, pickled_result)
 
     def _compile_functions(self, rank: Rank) -> None:
         """Compile the functions among the arguments: first on the master, which writes the compiler's cache."""
-        if not self.functions:
+        if not self.function_keys:
             return
         if rank.is_master:
-            for key in self.functions:
+            for key in self.function_keys:
                 with warn_if_slow(f"compiling {rank.get_object(key).name}"):
                     rank.get_object(key).get_or_compile(DEFAULT_VARIANT)
         rank.barrier()
-        for key in self.functions:
+        for key in self.function_keys:
             rank.get_object(key).get_or_compile(DEFAULT_VARIANT)
         rank.thread_limit.apply()  # the compiled code may have loaded a BLAS
 
 
-def _pickle_program(session: Session, value: object, functions: list[Any], arrays: list[ArrayLocation]) -> bytes:
-    """Pickle the program and its arguments, and append the functions and Data objects among them to the lists."""
+def _pickle_program(
+    session: Session, value: object, function_keys: list[Any], published_arrays: list[ArrayLocation]
+) -> bytes:
+    """Pickle the program and its arguments.
+
+    Append the keys of functions, and the locations of Data objects, among the arguments to the two lists.
+    """
     stream = io.BytesIO()
     pickler_class = _ProgramPickler if session.has_forked_workers else _ByValuePickler
     pickler = pickler_class(stream, pickle.HIGHEST_PROTOCOL)
-    pickler.session, pickler.functions, pickler.arrays = session, functions, arrays
+    pickler.session, pickler.function_keys, pickler.published_arrays = session, function_keys, published_arrays
     try:
         pickler.dump(value)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -166,21 +173,21 @@ class _ProgramPickler(pickle.Pickler):
     """Pickler that replaces functions, Data objects and shared variables by references."""
 
     session: Session
-    functions: list[Any]
-    arrays: list[ArrayLocation]
+    function_keys: list[Any]
+    published_arrays: list[ArrayLocation]
 
     def persistent_id(self, value: object) -> Any:
         if isinstance(value, Function):
             dispatcher = get_dispatcher(value)
             dispatcher.ensure_distributed(self.session)
-            if dispatcher.computation_key not in self.functions:
-                self.functions.append(dispatcher.computation_key)
+            if dispatcher.computation_key not in self.function_keys:
+                self.function_keys.append(dispatcher.computation_key)
             return "function", dispatcher.computation_key
         if isinstance(value, Data):
             check_session(value, self.session, "an argument")
             location = get_array_location(value)
             if is_published(value):
-                self.arrays.append(location)
+                self.published_arrays.append(location)
             return "data", location
         if getattr(value, "container", None) is not None and any(
             lib.is_shared(value) for lib in list_loaded_libraries()

@@ -326,18 +326,18 @@ else:
         @pytest.mark.parametrize("exponent", [72, 134])
         def test_mrg_matrix_powers_equal_theanos(self, library, theano_mrg, exponent):
             for number, (matrix, modulus) in enumerate(library._RECURRENCES, 1):
-                power = library._matrix_power(matrix, 2**exponent, modulus)
+                power = library._compute_matrix_power(matrix, 2**exponent, modulus)
                 np.testing.assert_array_equal(power.astype("int64"), getattr(theano_mrg, f"A{number}p{exponent}"))
 
         @pytest.mark.parametrize("exponent, function", [(72, "ff_2p72"), (134, "ff_2p134")])
         def test_mrg_jump_equals_theanos(self, library, theano_mrg, monkeypatch, exponent, function):
-            monkeypatch.setattr(library, "_JUMP", 2**exponent)
+            monkeypatch.setattr(library, "_JUMP_STEPS", 2**exponent)
             expected = [getattr(theano_mrg, function)(row) for row in self.STATE]
             np.testing.assert_array_equal(library.jump_mrg(self.STATE, 1), expected)
 
         @pytest.mark.parametrize("steps", [0, 1, 2, 100])
         def test_mrg_jump_equals_single_steps(self, library, theano_mrg, monkeypatch, steps):
-            monkeypatch.setattr(library, "_JUMP", 1)
+            monkeypatch.setattr(library, "_JUMP_STEPS", 1)
             stepped = self.STATE.copy()
             for row in stepped:
                 for _ in range(steps):
@@ -355,7 +355,7 @@ else:
 
         def test_mrg_jumps_of_many_ranks_fit_the_period(self, library):
             # The period is about 2**185, and a stream of a random variable has 2**134 numbers.
-            assert 1024 * library._JUMP < 2**184 and library._JUMP > 2**134 * 2**30
+            assert 1024 * library._JUMP_STEPS < 2**184 and library._JUMP_STEPS > 2**134 * 2**30
 
 
 @pytest.mark.skipif(NAME != "pytensor" or XLA, reason="Theano has no JAX mode")

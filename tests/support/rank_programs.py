@@ -23,11 +23,11 @@ def lock_until_cancelled(context, seconds):
     while time.monotonic() < deadline:
         with context.lock(context.number):
             pass
-    context.get_storage("lock_until_cancelled")["finished"] = True
+    context.get_persistent_dict("lock_until_cancelled")["finished"] = True
 
 
 def get_stored(context, name):
-    return dict(context.get_storage(name))
+    return dict(context.get_persistent_dict(name))
 
 
 def all_reduce_by_each_op(context, values):

@@ -92,7 +92,7 @@ def test_resume_after_early_stop_trains_nothing(tmp_path, two_ranks_per_test):
 
 
 def get_weight_and_own(context, name):
-    storage = context.get_storage(name)
+    storage = context.get_persistent_dict(name)
     return storage["state"].own["weight"], np.array(storage["own"])
 
 
@@ -112,8 +112,8 @@ class Counts(exchange_rules.ExchangeRule):
 
     def exchange(self, context, state):
         state.vector = state.vector + 1
-        if state.step == 9 and not context.get_storage("failed"):
-            context.get_storage("failed")["once"] = True
+        if state.step == 9 and not context.get_persistent_dict("failed"):
+            context.get_persistent_dict("failed")["once"] = True
             context.barrier("all have come to the same place")
             raise RuntimeError("not now")
 
@@ -132,14 +132,14 @@ def test_trainer_continues_after_an_error(two_ranks_per_test):
 
 
 def set_different_steps(context, name):
-    storage = context.get_storage(name)
+    storage = context.get_persistent_dict(name)
     storage["state"].step += context.number
     storage["state"].steps_since_exchange = context.number
     del storage["own"]
 
 
 def get_steps(context, name):
-    state = context.get_storage(name)["state"]
+    state = context.get_persistent_dict(name)["state"]
     return state.step, state.steps_since_exchange
 
 

@@ -78,12 +78,12 @@ class ModelState:
         self.n_complete_epochs = 0
         self.position: dict[str, Any] = {"batch": 0}
         self.early_stopping = EarlyStopping()
-        context.get_storage(STORAGE_KEY)["state"] = self._spec.make_state()
+        context.get_persistent_dict(STORAGE_KEY)["state"] = self._spec.make_state()
 
     @property
     def exchange_state(self) -> ExchangeState:
         """State on which the exchange rule operates; `restore` replaces it."""
-        state: ExchangeState = self.context.get_storage(STORAGE_KEY)["state"]
+        state: ExchangeState = self.context.get_persistent_dict(STORAGE_KEY)["state"]
         return state
 
     @cached_property

@@ -51,7 +51,7 @@ def collect_state(context: RankContext, spec: RankStateSpec) -> dict[str, Any]:
     ``others``, ``params``, ``optimizer`` and ``excluded`` are values of the variables in `VariablesByRole`, ``streams``
     those of its generators.  ``own``, ``step`` and ``since`` are attributes of `ExchangeState`.
     """
-    variables, storage = spec.variables, context.get_storage(spec.name)
+    variables, storage = spec.variables, context.get_persistent_dict(spec.name)
     state: ExchangeState | None = storage.get("state")
     streams = [get_generator_state(shared) for shared in variables.generators]
     if spec.is_joint and context.number:
@@ -104,7 +104,7 @@ def _unpack_states(content: Checkpoint, spec: RankStateSpec) -> list[dict[str, A
 
 def set_params_to_consensus(context: RankContext, name: str, exchange_rule: ExchangeRule) -> None:
     """Set the parameters to the exchange rule's consensus; store this rank's own parameters under ``"own"``."""
-    storage = context.get_storage(name)
+    storage = context.get_persistent_dict(name)
     state: ExchangeState = storage["state"]
     consensus = exchange_rule.compute_consensus(context, state)
     storage["own"] = state.vector  # after the consensus, which may receive messages that change it
@@ -113,7 +113,7 @@ def set_params_to_consensus(context: RankContext, name: str, exchange_rule: Exch
 
 def restore_own_params(context: RankContext, name: str) -> None:
     """Set the parameters back to this rank's own, after `set_params_to_consensus`; else do nothing."""
-    storage = context.get_storage(name)
+    storage = context.get_persistent_dict(name)
     if "own" in storage:
         storage["state"].vector = storage["own"]
         del storage["own"]  # last, since an interrupt before it must not lose the parameters
@@ -144,7 +144,7 @@ def set_state(context: RankContext, spec: RankStateSpec, saved_state: dict[str, 
             set_generator_state(shared, value)
     if spec.is_joint:
         return
-    storage = context.get_storage(spec.name)
+    storage = context.get_persistent_dict(spec.name)
     state = storage["state"] = spec.make_state()
     state.step, state.steps_since_exchange = saved_state["step"], saved_state["since"]
     state.own = {

@@ -167,7 +167,7 @@ class RecoveryPolicy(DeathPolicy):
             return  # equal on all ranks
         by_rank = run(rank_state.collect_state, spec)
         shared = {name: np.array(data.data) for name, data in spec.shared_arrays.items()}
-        stored = self._session.rank.objects.get(("storage", spec.name), {})
+        stored = self._session.rank.objects.get(("persistent dict", spec.name), {})
         # No worker takes part in these assignments, so an interrupt cannot separate them.
         _copies_by_trainer[spec.name], self._shared_values, self._has_trained = by_rank, shared, "state" in stored
         self._sharded_optimizer, self.has_copy = optimizer, True
@@ -270,6 +270,6 @@ def restore_copy(
     # The values are copied, since the master restores them again if a worker dies before its next copy.
     rank_state.set_state(context, spec, deepcopy({**by_rank[0], **own} if spec.is_joint else own))
     if not has_trained:
-        context.get_storage(spec.name).clear()
+        context.get_persistent_dict(spec.name).clear()
     if not context.is_master and copy_from_master is None:
         del _copies_by_trainer[spec.name]  # only the master makes the next copy: here it would not free this memory

@@ -67,7 +67,7 @@ class LocalBatchLoop(TrainerBatchLoop):
         source: RowSource,
         batch_counts: LocalRows,
     ):
-        storage = context.get_storage(spec.name)
+        storage = context.get_persistent_dict(spec.name)
         state: ExchangeState = storage["state"]
         launch_shapes = storage.setdefault("launch_shapes", set())
         reader = make_loss_reader(step.read, plan.has_loss_weight)
@@ -206,7 +206,7 @@ def take_local_steps(
 
     Return the position reached, which is before ``plan.stop`` if a signal has stopped the ranks, and the rank's totals.
     """
-    storage, exchange_rule = context.get_storage(spec.name), spec.exchange_rule
+    storage, exchange_rule = context.get_persistent_dict(spec.name), spec.exchange_rule
     state: ExchangeState | None = storage.get("state")
     restore_own_params(context, spec.name)  # does nothing after an interrupt
     step_counts = context.all_gather(None if state is None else (state.step, state.steps_since_exchange))

@@ -82,7 +82,7 @@ class TrainerState:
         self.position, self.rate = TrainerPosition(), math.nan
         self.allocate_shared_arrays()
         if not self.spec.is_joint:
-            session.memory.release_when_deleted(trainer, "object", ("storage", self.spec.name))
+            session.memory.release_when_deleted(trainer, "object", ("persistent dict", self.spec.name))
         self._session = session
 
     def allocate_shared_arrays(self) -> None:
