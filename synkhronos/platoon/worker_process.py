@@ -1,4 +1,4 @@
-"""The process of worker 0, the master of the ranks, and the program of each rank."""
+"""The process of worker 0, which is the master of the ranks, and the program that each rank runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from synkhronos.compat.theano_import import import_theano_before_fork
 from synkhronos.platoon.channel import controller_connection
-from synkhronos.platoon.channel.controller_process import run_file, start_controller
+from synkhronos.platoon.channel.controller_process import run_user_file, start_controller
 from synkhronos.platoon.channel.sockets import POLL_SECONDS
 from synkhronos.platoon.channel.worker_group import UNREPORTED_FAILURE_STATUS, Failure, WorkerSettings
 from synkhronos.platoon.util import EndOfBatches
@@ -30,16 +30,16 @@ class ScriptError(Exception):
 
 
 def main() -> None:
-    """Fork the ranks of a `WorkerSettings`, as the process of worker 0, and run the worker's file on each."""
+    """Fork the ranks and run the worker's file on each; the argument is a `WorkerSettings` as JSON."""
     settings = WorkerSettings.from_json(sys.argv[1])
     exit_with_parent(settings.controller_pid, from_main_thread=True)
-    on_gpu = settings.devices[0] != "cpu"
-    devices_by_host = {} if settings.hosts is None else settings.hosts.devices
+    use_gpu = settings.devices[0] != "cpu"
+    devices_by_host = {} if settings.hosts is None else settings.hosts.devices_by_host
     hosts = [f"{name}:{len(devices)}" for name, devices in devices_by_host.items()]
-    if on_gpu and not hosts:
+    if use_gpu and not hosts:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(_to_visible_device(device) for device in settings.devices)
-    import_theano_before_fork(on_gpu)
-    fork(None if hosts else len(settings.devices), use_gpu=on_gpu, hosts=hosts)
+    import_theano_before_fork(use_gpu)
+    fork(None if hosts else len(settings.devices), use_gpu=use_gpu, hosts=hosts)
     try:
         with _watch_other_hosts() if hosts else contextlib.nullcontext():
             run(run_script, settings)
@@ -100,13 +100,14 @@ def _to_visible_device(device: str) -> str:
 
 def run_script(context: RankContext, settings: WorkerSettings) -> None:
     """Run the worker's file on one rank; raise ScriptError if it fails, or exits with a status other than 0."""
-    os.makedirs(os.path.dirname(settings.logs[0]), exist_ok=True)  # hosts may share no folder
+    os.makedirs(os.path.dirname(settings.log_paths[0]), exist_ok=True)  # hosts may share no folder
     if context.number:  # worker 0 was started with its own files
         sys.stdout.flush()
         sys.stderr.flush()
-        for file, kind in ((1, "out"), (2, "err")):
-            log = os.open(f"{settings.logs[context.number]}.{kind}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-            os.dup2(log, file)
+        for file_descriptor, suffix in ((1, "out"), (2, "err")):
+            path = f"{settings.log_paths[context.number]}.{suffix}"
+            log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            os.dup2(log, file_descriptor)
             os.close(log)
     with _connect_to_controller(context, settings):
         _run_worker_file(context, settings)
@@ -115,7 +116,7 @@ def run_script(context: RankContext, settings: WorkerSettings) -> None:
 @contextlib.contextmanager
 def _connect_to_controller(context: RankContext, settings: WorkerSettings) -> Iterator[None]:
     """Connect a worker with its host's controller; the first worker of another host starts the controller."""
-    folder, first_rank = os.path.dirname(settings.logs[0]), get_rank(context).local_ranks.start
+    folder, first_rank = os.path.dirname(settings.log_paths[0]), get_rank(context).local_ranks.start
     if settings.hosts is None or not first_rank:
         controller_connection.current_connection = controller_connection.ControllerConnection(
             context, settings.address, f"{folder}/controller_cpu.err", context.progress
@@ -124,7 +125,7 @@ def _connect_to_controller(context: RankContext, settings: WorkerSettings) -> It
         return
     hosts, address, controller = settings.hosts, f"{settings.address}-{first_rank}", None
     index = hosts.find_host_index(first_rank)
-    name = list(hosts.devices)[index]
+    name = list(hosts.devices_by_host)[index]
     log = f"{folder}/controller_{name}"
     if context.number == first_rank:
         controller = start_controller(hosts.controller_command, log, None, replace(hosts, index=index, address=address))
@@ -155,7 +156,7 @@ def _run_worker_file(context: RankContext, settings: WorkerSettings) -> None:
     # Every worker is connected before one of them may end.
     context.barrier("the workers are connected")
     try:
-        run_file(settings.script, settings.arguments)
+        run_user_file(settings.script, settings.arguments)
         return
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -176,7 +177,7 @@ def _run_worker_file(context: RankContext, settings: WorkerSettings) -> None:
         traceback.print_exc()
         status, outcome = 1, f"raised {type(error).__name__}: {error}"
     description = f"worker {context.number} ({settings.devices[context.number]}, process {os.getpid()})"
-    log = f"{settings.logs[context.number]}.err"
+    log = f"{settings.log_paths[context.number]}.err"
     controller_connection.current_connection.report_failure(
         Failure(context.number, status, f"{description} {outcome}; see {log}", is_self_reported=True)
     )

@@ -307,7 +307,7 @@ class GroupOfPipes:
         )
         self.master = self.group._master = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
         self.group._exit_fds.append(os.pidfd_open(self.master.pid))
-        self.group._processes = list(range(n))
+        self.group._process_ids = list(range(n))
         ends = [Pipe() for _ in range(n)]
         self.group._connections = {theirs: rank for rank, (_, theirs) in enumerate(ends)}
         self.workers = [ours for ours, _ in ends]
@@ -400,7 +400,7 @@ def test_installed_platoon_precedes_except_under_the_launcher(tmp_path):
     assert run_code(code, str(tmp_path)) == "installed channel\n"
     code = """
         import sys
-        from synkhronos.platoon.channel.controller_process import run_file
-        run_file(sys.argv[1] + "/main.py", [])
+        from synkhronos.platoon.channel.controller_process import run_user_file
+        run_user_file(sys.argv[1] + "/main.py", [])
     """
     assert run_code(code, str(tmp_path)) == "synkhronos.platoon.channel.worker\n"

@@ -25,7 +25,7 @@ from synkhronos.platoon.channel.worker_group import WorkerGroup
 from synkhronos.platoon.util import PlatoonError
 
 #: Exit status of an experiment if its controller fails, or a worker is killed.
-EXPERIMENT_FAILED = 2
+CONTROLLER_FAILED_STATUS = 2
 
 
 class Controller:
@@ -76,11 +76,11 @@ class Controller:
                 "multi: start an experiment on several hosts with `synkhronos platoon NAME -H HOST HOST`"
             )
         if hosts is not None:
-            devices = list(hosts.devices.values())[hosts.index]
+            devices = list(hosts.devices_by_host.values())[hosts.index]
         self._devices = [] if devices is None else self.get_workers_devices(list(devices))
         self._local_size = self._global_size = len(self._devices)
         if hosts is not None:
-            self._global_size = sum(map(len, hosts.devices.values()))
+            self._global_size = sum(map(len, hosts.devices_by_host.values()))
         self._multinode = hosts is not None
         self._pid = os.getpid()
         #: A byte shared with processes forked by this one: 1 after the end of the workers.
@@ -136,12 +136,12 @@ class Controller:
         this controller raised an exception.
         """
         if self._group is None:
-            return EXPERIMENT_FAILED
+            return CONTROLLER_FAILED_STATUS
         try:
             failure = self._group.serve(self._answer_request)
         except Exception:
             sys.stderr.write(f"{PlatoonError('the controller has failed')}\n{traceback.format_exc()}")
-            return EXPERIMENT_FAILED
+            return CONTROLLER_FAILED_STATUS
         finally:
             self._close()
         if failure is None:

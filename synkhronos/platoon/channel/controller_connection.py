@@ -20,8 +20,8 @@ from synkhronos.platoon.util import PlatoonError
 from synkhronos.programs import RankContext
 from synkhronos.programs.rank_context import get_rank
 
-#: Maximal seconds to connect to the controller.
-_CONNECT_SECONDS = 60.0
+#: Maximal number of seconds for connecting to the controller.
+_CONNECT_TIMEOUT = 60.0
 
 
 class ControllerConnection:
@@ -36,7 +36,7 @@ class ControllerConnection:
         local_ranks = get_rank(context).local_ranks
         self.local_rank, self.local_size = context.number - local_ranks.start, len(local_ranks)
         self._send_lock = threading.Lock()
-        connection = sockets.connect(address, on_poll, _CONNECT_SECONDS)
+        connection = sockets.connect(address, on_poll, _CONNECT_TIMEOUT)
         if connection is None:
             raise PlatoonError("the controller can't be reached")
         self._connection = connection
@@ -50,9 +50,9 @@ class ControllerConnection:
         except OSError as error:
             raise PlatoonError(f"the controller has ended; see {self._log_path}", error) from error
 
-    def request(self, query: dict[str, Any], timeout: float) -> Any:
-        """Send a query to the controller, and return its answer; raise PlatoonError if there is none in time."""
-        self._send(query)
+    def send_request(self, request: dict[str, Any], timeout: float) -> Any:
+        """Send a request, and return the controller's answer; raise PlatoonError if there is none in time."""
+        self._send(request)
         return json.loads(self.receive_from(self._connection, timeout, "answer of the controller"))
 
     def receive_from(self, connection: Any, timeout: float, description: str) -> bytes:
@@ -73,15 +73,15 @@ class ControllerConnection:
         return message
 
     def map_memory(self, name: str, nbytes: int, timeout: float) -> tuple[mmap.mmap, bool]:
-        """Map the shared memory of a name and size; return it, and whether this worker was the first to ask for it."""
-        answer = self.request({"memory": {"name": name, "nbytes": nbytes}}, timeout)
+        """Map the shared memory of this name; return it, and whether this worker is the first to request it."""
+        answer = self.send_request({"memory": {"name": name, "nbytes": nbytes}}, timeout)
         if "error" in answer:
             raise PlatoonError(answer["error"])
-        file = reduction.recv_handle(self._connection)
+        file_descriptor = reduction.recv_handle(self._connection)
         try:
-            return mmap.mmap(file, max(1, nbytes)), answer["is_new"]
+            return mmap.mmap(file_descriptor, max(1, nbytes)), answer["is_new"]
         finally:
-            os.close(file)
+            os.close(file_descriptor)
 
     def report_failure(self, failure: Failure) -> None:
         """Send a failure to the controller; do nothing if the controller has ended."""

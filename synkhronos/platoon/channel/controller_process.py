@@ -1,4 +1,4 @@
-"""Processes of an experiment: start of controllers, and execution of the user's files."""
+"""Start of a controller's process, and the functions that run the user's file in it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from synkhronos.compat import import_hooks
 
 #: Environment variable with the arguments of `Controller` as JSON, for programs that parse no command line.
-LAUNCH_VARIABLE = "SYNKHRONOS_PLATOON"
+ARGUMENTS_VARIABLE = "SYNKHRONOS_PLATOON"
 #: Environment variable with the `ExperimentHosts` of an experiment on several hosts, as JSON.
 _HOSTS_VARIABLE = "SYNKHRONOS_PLATOON_HOSTS"
 
@@ -25,7 +25,7 @@ class ExperimentHosts:
     """The hosts of an experiment, and the position of one controller's host among them."""
 
     #: Devices of each host, in the order of the workers' ranks.
-    devices: dict[str, list[str]]
+    devices_by_host: dict[str, list[str]]
     #: The controller's file and arguments, the same on all hosts.
     controller_command: list[str]
     #: Position of this controller's host.
@@ -41,7 +41,7 @@ class ExperimentHosts:
 
     def find_host_index(self, worker_rank: int) -> int:
         """Return the position of a worker's host among the hosts."""
-        return [i for i, devices in enumerate(self.devices.values()) for _ in devices][worker_rank]
+        return [i for i, devices in enumerate(self.devices_by_host.values()) for _ in devices][worker_rank]
 
 
 def start_controller(
@@ -54,7 +54,7 @@ def start_controller(
 
     The controller has its own session, so that a terminal sends Ctrl-C to this process only.  Its output goes to
     ``output_path`` with the suffixes ``.out`` and ``.err``.  ``controller_arguments`` are arguments of `Controller`,
-    for the variable `LAUNCH_VARIABLE`; with None the controller inherits the variable of this process.
+    for the variable `ARGUMENTS_VARIABLE`; with None the controller inherits the variable of this process.
     """
     code = (
         "from synkhronos.ranks.child_process import exit_with_parent; "
@@ -65,7 +65,7 @@ def start_controller(
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
     environment = {**os.environ, "PYTHONPATH": path}
     if controller_arguments is not None:
-        environment[LAUNCH_VARIABLE] = json.dumps(controller_arguments)
+        environment[ARGUMENTS_VARIABLE] = json.dumps(controller_arguments)
     environment.pop(_HOSTS_VARIABLE, None)
     if hosts is not None:
         environment[_HOSTS_VARIABLE] = json.dumps(dataclasses.asdict(hosts))
@@ -80,7 +80,7 @@ def start_controller(
         )
 
 
-def run_file(file: str, arguments: Sequence[str]) -> None:
+def run_user_file(file: str, arguments: Sequence[str]) -> None:
     """Run a file as the main program, with its folder first in ``sys.path``, and this package as ``platoon``."""
     import_hooks.override_platoon()
     path = os.path.abspath(file)
@@ -93,4 +93,4 @@ def main() -> None:
     """Run the controller's file that is the first argument."""
     # A controller runs its methods in further processes.  They are forks, so it need not be pickled.
     multiprocessing.set_start_method("fork")
-    run_file(sys.argv[1], sys.argv[2:])
+    run_user_file(sys.argv[1], sys.argv[2:])

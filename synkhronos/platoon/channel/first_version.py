@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from synkhronos.platoon.channel.controller import Controller
-from synkhronos.platoon.channel.controller_process import LAUNCH_VARIABLE
+from synkhronos.platoon.channel.controller_process import ARGUMENTS_VARIABLE
 from synkhronos.platoon.channel.worker import Worker
 from synkhronos.platoon.param_sync import ParamSyncRule
 
@@ -22,7 +22,7 @@ class Lieutenant(Controller):
     """
 
     def __init__(self, port: int | None = None, cport: int | None = None, hwm: int = 10):
-        super().__init__(data_port=port, data_hwm=hwm, **json.loads(os.environ.get(LAUNCH_VARIABLE, "{}")))
+        super().__init__(data_port=port, data_hwm=hwm, **json.loads(os.environ.get(ARGUMENTS_VARIABLE, "{}")))
 
     def init_control(self, port: int) -> None:
         """Do nothing: workers find their controller by themselves."""

@@ -28,7 +28,7 @@ def listen(address: str) -> socket.socket:
 
 def accept(listener: socket.socket) -> Connection | None:
     """Accept a connection; None if it is another user's."""
-    return _connect_to_same_user(listener.accept()[0])
+    return _wrap_socket_of_same_user(listener.accept()[0])
 
 
 def connect(address: str, on_poll: Callable[[], None], timeout: float) -> Connection | None:
@@ -41,7 +41,7 @@ def connect(address: str, on_poll: Callable[[], None], timeout: float) -> Connec
         client = socket.socket(socket.AF_UNIX)
         try:
             client.connect(f"\0{address}")
-            return _connect_to_same_user(client)
+            return _wrap_socket_of_same_user(client)
         except (ConnectionRefusedError, BlockingIOError):
             client.close()
             on_poll()
@@ -50,8 +50,8 @@ def connect(address: str, on_poll: Callable[[], None], timeout: float) -> Connec
             time.sleep(POLL_SECONDS / 5)
 
 
-def _connect_to_same_user(client: socket.socket) -> Connection | None:
-    """Return a connection over a connected socket; None if its peer is another user's process."""
+def _wrap_socket_of_same_user(client: socket.socket) -> Connection | None:
+    """Return a connection over a connected socket; close the socket and return None if its peer is another user's."""
     if get_peer_ids(client)[1] != os.getuid():
         client.close()
         return None

@@ -89,7 +89,9 @@ class Worker(metaclass=SingletonType):
         self._lock = get_rank_lock(self._controller.context, first_rank)
         self._holds_lock = False
         self._multinode = self.local_size < self.global_size
-        self._batches: Connection | None = None
+        #: Connection to the queue of mini-batches.
+        self._batch_connection: Connection | None = None
+        #: Whether this worker has received no mini-batch since its last request.
         self._is_idle = True
         self.shared_arrays: dict[int, np.ndarray] = {}
         self.shared_params: list[np.ndarray] = []
@@ -105,8 +107,8 @@ class Worker(metaclass=SingletonType):
         ``socket_timeout``, or the controller has ended, PlatoonError is raised.
         """
         self._is_idle = True
-        query = {"worker_id": os.getpid(), "req": req, "req_info": info}
-        return self._controller.request(query, self._timeout)
+        request = {"worker_id": os.getpid(), "req": req, "req_info": info}
+        return self._controller.send_request(request, self._timeout)
 
     def lock(self, timeout: float | None = None) -> None:
         """Take the lock of this host's workers.
@@ -150,9 +152,9 @@ class Worker(metaclass=SingletonType):
 
     def close(self) -> None:
         """Close the connection to the queue of mini-batches."""
-        if self._batches is not None:
-            self._batches.close()
-            self._batches = None
+        if self._batch_connection is not None:
+            self._batch_connection.close()
+            self._batch_connection = None
 
     # -- collectives -----------------------------------------------------------------------------------------------
 
@@ -198,16 +200,16 @@ class Worker(metaclass=SingletonType):
         """
         self.local_params = params = list(params)
         self.update_fn = param_sync_rule.make_update_function(params)
-        kinds = [(np.dtype(param.dtype), param.get_value(borrow=True).shape) for param in params]
-        sizes = [dtype.itemsize * int(np.prod(shape, dtype=int)) for dtype, shape in kinds]
+        layouts = [(np.dtype(param.dtype), param.get_value(borrow=True).shape) for param in params]
+        nbytes = [dtype.itemsize * int(np.prod(shape, dtype=int)) for dtype, shape in layouts]
         # Each parameter begins at a multiple of 16 bytes, which suits any dtype.
-        starts = np.cumsum([0, *(-(-size // 16) * 16 for size in sizes)]).tolist()
+        offsets = np.cumsum([0, *(-(-n // 16) * 16 for n in nbytes)]).tolist()
         self.lock()
         try:
-            memory, is_first = self._controller.map_memory("the shared parameters", starts[-1], self._timeout)
+            memory, is_first = self._controller.map_memory("the shared parameters", offsets[-1], self._timeout)
             self.shared_params = [
-                np.ndarray(shape, dtype, memory, start)
-                for (dtype, shape), start in zip(kinds, starts[:-1], strict=True)
+                np.ndarray(shape, dtype, memory, offset)
+                for (dtype, shape), offset in zip(layouts, offsets[:-1], strict=True)
             ]
             if is_first:
                 self.copy_to_global(synchronous=False)
@@ -216,24 +218,24 @@ class Worker(metaclass=SingletonType):
 
     def sync_params(self, synchronous: bool = True) -> None:
         """Exchange this worker's parameters and the shared ones by the rule, if ``synchronous`` with the lock held."""
-        with self._use_shared_params(synchronous):
+        with self._lock_shared_params(synchronous):
             self.update_fn(self.shared_params)
 
     def copy_to_local(self, synchronous: bool = True) -> None:
         """Copy the shared parameters to this worker's; arguments as in `sync_params`."""
-        with self._use_shared_params(synchronous):
+        with self._lock_shared_params(synchronous):
             for param, value in zip(self.local_params, self.shared_params, strict=True):
                 param.set_value(value)
 
     def copy_to_global(self, synchronous: bool = True) -> None:
         """Copy this worker's parameters to the shared ones; arguments as in `sync_params`."""
-        with self._use_shared_params(synchronous):
+        with self._lock_shared_params(synchronous):
             for param, value in zip(self.local_params, self.shared_params, strict=True):
                 value[...] = param.get_value(borrow=True)
 
     @contextlib.contextmanager
-    def _use_shared_params(self, synchronous: bool) -> Iterator[None]:
-        """Hold the lock within the context, if ``synchronous``."""
+    def _lock_shared_params(self, synchronous: bool) -> Iterator[None]:
+        """Return a context manager that holds the lock, if ``synchronous``."""
         if not self.shared_params:
             raise PlatoonError("sync_params: call init_shared_params() first")
         if synchronous:
@@ -248,10 +250,10 @@ class Worker(metaclass=SingletonType):
 
     def init_mb_sock(self, port: int, data_hwm: int = 10) -> None:
         """Wait until the controller has opened the queue ``port``, and connect to it; ``data_hwm`` is ignored."""
-        self._batches = sockets.connect(
+        self._batch_connection = sockets.connect(
             f"{self._controller.address}-{port}", self._controller.context.progress, self._timeout
         )
-        if self._batches is None:
+        if self._batch_connection is None:
             raise PlatoonError(f"port: the controller has opened no queue {port}")
 
     def recv_mb(self) -> list[np.ndarray]:
@@ -265,11 +267,11 @@ class Worker(metaclass=SingletonType):
         PlatoonError
             If there is no mini-batch within ``socket_timeout``, or its sender was killed.
         """
-        if self._batches is None:
+        if self._batch_connection is None:
             raise PlatoonError("recv_mb: call init_mb_sock() first")
         with contextlib.suppress(OSError):  # the sender has ended; its last messages can be read
-            self._batches.send_bytes(b"")
-        connection = self._batches
+            self._batch_connection.send_bytes(b"")
+        connection = self._batch_connection
         arrays = batch_queue.receive_arrays(
             lambda: self._controller.receive_from(connection, self._timeout, "mini-batch")
         )

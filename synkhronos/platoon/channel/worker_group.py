@@ -31,7 +31,7 @@ from synkhronos.ranks.segments import create_unlinked_file
 
 #: Seconds that workers have to end by themselves after one has failed.
 GRACE_SECONDS = 10.0
-#: Exit status of an experiment if the failed worker has not reported one.
+#: Exit status of an experiment if a worker failed and reported no status.
 UNREPORTED_FAILURE_STATUS = 2
 
 
@@ -46,7 +46,7 @@ class WorkerSettings:
     arguments: list[str]
     devices: list[str]
     #: Paths of the workers' output, without ``.out`` and ``.err``.
-    logs: list[str]
+    log_paths: list[str]
     #: The hosts of the experiment; None on one machine.
     hosts: ExperimentHosts | None
 
@@ -93,22 +93,22 @@ class WorkerGroup:
         n_local = len(devices)
         self._is_first_host = hosts is None or not hosts.index
         if hosts is not None:
-            devices = [device for host_devices in hosts.devices.values() for device in host_devices]
+            devices = [device for host_devices in hosts.devices_by_host.values() for device in host_devices]
         is_unique = len(set(devices)) == len(devices)
-        logs = [
+        log_paths = [
             str(folder / (f"worker_{device}" if is_unique else f"worker_{device}-{rank}"))
             for rank, device in enumerate(devices)
         ]
-        words = [word for text in arguments for word in shlex.split(text)]
-        self._settings = WorkerSettings(
-            os.getpid(), address, f"{experiment_name}_worker.py", words, list(devices), logs, hosts
-        )
-        self._processes = [0] * n_local
+        script, arguments = f"{experiment_name}_worker.py", [word for text in arguments for word in shlex.split(text)]
+        self._settings = WorkerSettings(os.getpid(), address, script, arguments, list(devices), log_paths, hosts)
+        self._process_ids = [0] * n_local
         self._listener = sockets.listen(address)
+        #: Process ID of the worker at the other end of each connection.
         self._connections: dict[Connection, int] = {}
         self._failures: list[Failure] = []
-        self._memory: dict[str, Any] = {}
-        self._master: subprocess.Popen[bytes] | None = None
+        #: File and number of bytes of each shared memory, by its name.
+        self._memory_files: dict[str, Any] = {}
+        self._master_process: subprocess.Popen[bytes] | None = None
         #: Process file descriptor of worker 0, if this group has started it.
         self._exit_fds: list[int] = []
         self._deadline = float("inf")
@@ -117,30 +117,33 @@ class WorkerGroup:
         """Start the workers, and return their process IDs in rank order; raise PlatoonError if that fails."""
         if self._is_first_host:
             self._start_master()
-        while not all(self._processes):
+        while not all(self._process_ids):
             readable = wait([self._listener, *self._exit_fds])
             if self._listener not in readable:
-                log = Path(f"{self._settings.logs[0]}.err").read_text()
+                log = Path(f"{self._settings.log_paths[0]}.err").read_text()
                 raise PlatoonError(f"the workers did not start:\n{log}")
             connection = sockets.accept(self._listener)
             if connection is not None:
-                local_rank, process = json.loads(connection.recv_bytes())
-                self._connections[connection] = self._processes[local_rank] = process
-        return self._processes
+                local_rank, process_id = json.loads(connection.recv_bytes())
+                self._connections[connection] = self._process_ids[local_rank] = process_id
+        return self._process_ids
 
     def _start_master(self) -> None:
         settings = self._settings
         code = "from synkhronos.platoon import worker_process; worker_process.main()"
         command = [sys.executable, "-u", "-c", code, json.dumps(dataclasses.asdict(settings))]
-        with open(f"{settings.logs[0]}.out", "wb") as out, open(f"{settings.logs[0]}.err", "wb") as err:
+        with open(f"{settings.log_paths[0]}.out", "wb") as out, open(f"{settings.log_paths[0]}.err", "wb") as err:
             # The worker has its own session, so that a terminal's Ctrl-C reaches the launcher alone.
-            self._master = subprocess.Popen(
+            self._master_process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
             )
-        self._exit_fds.append(os.pidfd_open(self._master.pid))
+        self._exit_fds.append(os.pidfd_open(self._master_process.pid))
 
-    def serve(self, answer: Callable[[Any, int, Any], Any]) -> Failure | None:
-        """Answer requests by ``answer(request, process, info)`` until all workers end; return the first failure."""
+    def serve(self, handle_request: Callable[[Any, int, Any], Any]) -> Failure | None:
+        """Answer requests until all workers end, and return the first failure.
+
+        ``handle_request`` takes a request, the worker's process ID and the request's info, and returns the answer.
+        """
         while self._is_first_host or self._connections:
             timeout = max(POLL_SECONDS, min(1.0, self._deadline - time.monotonic()))
             readable = wait([*self._connections, *self._exit_fds], timeout)
@@ -149,75 +152,77 @@ class WorkerGroup:
             if time.monotonic() >= self._deadline:
                 self.kill_workers()
             for connection in self._connections.keys() & set(readable):
-                query = self._receive_message(connection)
-                if query is not None and not self._failures:
-                    self._answer_request(connection, query, answer)
+                request = self._receive_message(connection)
+                if request is not None and not self._failures:
+                    self._send_answer(connection, request, handle_request)
         return self._wait_for_first_failure()
 
     def _receive_message(self, connection: Connection) -> Any:
-        """Receive a worker's message and return it if it is a request; else record the failure or the worker's end."""
+        """Receive a worker's message.  Return a request; record a failure or the worker's end, and return None."""
         try:
-            query = json.loads(connection.recv_bytes())
+            message = json.loads(connection.recv_bytes())
         except (EOFError, OSError):
             del self._connections[connection]
             return None
-        if "end" in query:
+        if "end" in message:
             del self._connections[connection]
             return None
-        if "failure" not in query:
-            return query
-        self._failures.append(Failure(**query["failure"]))
+        if "failure" not in message:
+            return message
+        self._failures.append(Failure(**message["failure"]))
         self._deadline = min(self._deadline, time.monotonic() + GRACE_SECONDS)
         return None
 
-    def _answer_request(self, connection: Connection, query: Any, answer: Callable[[Any, int, Any], Any]) -> None:
-        if "memory" in query:
-            self._send_memory(connection, **query["memory"])
+    def _send_answer(
+        self, connection: Connection, request: Any, handle_request: Callable[[Any, int, Any], Any]
+    ) -> None:
+        if "memory" in request:
+            self._send_memory(connection, **request["memory"])
             return
-        response = json.dumps(answer(query["req"], query["worker_id"], query["req_info"]))
+        answer = json.dumps(handle_request(request["req"], request["worker_id"], request["req_info"]))
         with contextlib.suppress(OSError):  # the worker has ended
-            connection.send_bytes(response.encode())
+            connection.send_bytes(answer.encode())
 
     def _send_memory(self, connection: Connection, name: str, nbytes: int) -> None:
         """Send a worker the file descriptor of the shared memory of this name, created at the first request."""
-        is_new = name not in self._memory
+        is_new = name not in self._memory_files
         if is_new:
             try:
-                self._memory[name] = create_unlinked_file(max(1, nbytes)), nbytes
+                self._memory_files[name] = create_unlinked_file(max(1, nbytes)), nbytes
             except MemoryError as error:
                 connection.send_bytes(json.dumps({"error": str(error)}).encode())
                 return
-        file, size = self._memory[name]
-        if size != nbytes:
-            text = f"{name} of this worker are {nbytes:,} bytes, those of the first worker {size:,}"
+        file, first_nbytes = self._memory_files[name]
+        if first_nbytes != nbytes:
+            text = f"{name} of this worker are {nbytes:,} bytes, those of the first worker {first_nbytes:,}"
             connection.send_bytes(json.dumps({"error": text}).encode())
             return
         connection.send_bytes(json.dumps({"is_new": is_new}).encode())
         reduction.send_handle(connection, file.fileno(), self._connections[connection])
 
     def _wait_for_first_failure(self) -> Failure | None:
-        """Wait for the end of all workers, and return the first failure; their own reports take precedence."""
+        """Wait for the end of all workers, and return the first failure; workers' reports of their own come first."""
         for connection in list(self._connections):
             # This does not read to the end of the stream: a process forked by a worker may hold its socket open.
             while connection in self._connections and connection.poll():
                 self._receive_message(connection)
-        status = 0 if self._master is None else self._master.wait()
+        status = 0 if self._master_process is None else self._master_process.wait()
         own_failures = [failure for failure in self._failures if failure.is_self_reported]
         if own_failures:
             return own_failures[0]
         if self._failures:
             # Worker 0 reports once a peer has failed, and again with the reason once all workers have ended.
             return self._failures[-1]
-        if self._master is None or status == 0:
+        if self._master_process is None or status == 0:
             return None
-        log = self._settings.logs[0]
-        message = f"worker 0 (process {self._master.pid}) {describe_exit(status)}; see {log}.err"
+        log = self._settings.log_paths[0]
+        message = f"worker 0 (process {self._master_process.pid}) {describe_exit(status)}; see {log}.err"
         return Failure(0, UNREPORTED_FAILURE_STATUS, message, is_self_reported=False)
 
     def kill_workers(self) -> None:
         """Kill the workers that have not ended, and their children."""
-        if self._master is None or self._master.returncode is not None:
+        if self._master_process is None or self._master_process.returncode is not None:
             return
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._master.pid, signal.SIGKILL)
-        self._master.wait()
+            os.killpg(self._master_process.pid, signal.SIGKILL)
+        self._master_process.wait()

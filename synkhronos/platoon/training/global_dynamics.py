@@ -54,7 +54,7 @@ class SGD(GlobalDynamics):
 
     def make_rule(self, local_updates: Any) -> None:
         """Set up the rule for a shared variable, or a list of them, which an exchange sets to the sum or the mean."""
-        vectors = _to_vectors(local_updates)
+        vectors = _join_by_dtype(local_updates)
 
         def exchange() -> None:
             for (vector,) in vectors:
@@ -75,7 +75,7 @@ class EASGD(GlobalDynamics):
         An exchange adds ``alpha * (central - local)`` to the local variable, and the sum of
         ``alpha * (local - central)`` over all workers to the central one.
         """
-        vectors = _to_vectors(local_particle, central_particle)
+        vectors = _join_by_dtype(local_particle, central_particle)
         self.alpha = alpha
 
         def exchange() -> None:
@@ -104,7 +104,7 @@ class Downpour(GlobalDynamics):
         An exchange adds the sum of ``local_acc_updates`` to ``global_particle``, copies this to ``local_particle``, and
         sets ``local_acc_updates`` to 0.
         """
-        vectors = _to_vectors(local_particle, local_acc_updates, global_particle)
+        vectors = _join_by_dtype(local_particle, local_acc_updates, global_particle)
 
         def exchange() -> None:
             for local, updates, center in vectors:
@@ -129,13 +129,13 @@ def get_worker() -> Worker:
     return worker
 
 
-def _to_vectors(*groups: Any) -> list[list[FlatVariables]]:
+def _join_by_dtype(*groups: Any) -> list[list[FlatVariables]]:
     """Return the groups of variables as vectors: for each dtype, a vector of each group."""
     lists = [list(group) if isinstance(group, list | tuple) else [group] for group in groups]
-    positions: dict[str, list[tuple[Any, ...]]] = {}
-    for variables in zip(*lists, strict=True):
-        kinds = {(variable.dtype, variable.get_value(borrow=True).shape) for variable in variables}
-        if len(kinds) > 1:
-            raise TypeError(f"make_rule: expected variables of one dtype and shape at each position, got {kinds}")
-        positions.setdefault(variables[0].dtype, []).append(variables)
-    return [[FlatVariables(column) for column in zip(*rows, strict=True)] for rows in positions.values()]
+    rows_by_dtype: dict[str, list[tuple[Any, ...]]] = {}
+    for row in zip(*lists, strict=True):
+        layouts = {(variable.dtype, variable.get_value(borrow=True).shape) for variable in row}
+        if len(layouts) > 1:
+            raise TypeError(f"make_rule: expected variables of one dtype and shape at each position, got {layouts}")
+        rows_by_dtype.setdefault(row[0].dtype, []).append(row)
+    return [[FlatVariables(column) for column in zip(*rows, strict=True)] for rows in rows_by_dtype.values()]
