@@ -6,9 +6,10 @@ all ranks, or two if there are random generators among the variables.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
 from synkhronos import ranks
 from synkhronos.checks import check_flag, check_index, check_integer, describe
@@ -38,14 +39,19 @@ from synkhronos.collectives.commands import (
     Scatter,
     SetGenerators,
 )
-from synkhronos.containers import WeakKeyDict
 from synkhronos.data import Data
 from synkhronos.data.data_access import get_array_location
 from synkhronos.data.rows import BatchArgument, select_rows, split_selection
 from synkhronos.graph_libraries import get_library
 from synkhronos.ranks import Command, Session
 from synkhronos.replication.random_streams import record_new_seeds
+from synkhronos.replication.replicator import CollectiveCache
 from synkhronos.variable_types import SharedVariable, SharedVariables
+
+C = TypeVar("C", bound=Command)
+
+#: Commands whose field after the keys is an op.
+_REDUCTIONS = (AllReduceValues, Reduce, ReduceScatter)
 
 
 def broadcast(shared_vars: SharedVariables, values: Any = None, nccl: bool = True) -> None:
@@ -81,6 +87,9 @@ def broadcast(shared_vars: SharedVariables, values: Any = None, nccl: bool = Tru
     with session.call_lock:
         session.begin_call()
         nccl = check_flag(nccl, "nccl")
+        if values is None and (command := _find_command(session, shared_vars, Broadcast, (nccl,))) is not None:
+            session.run(command)
+            return
         variables, is_single = parse_variables(session, shared_vars, allow_generators=True)
         generators = [v for v in variables if get_library(v).is_generator(v)]
         arrays = [v for v in variables if not get_library(v).is_generator(v)]
@@ -102,7 +111,7 @@ def broadcast(shared_vars: SharedVariables, values: Any = None, nccl: bool = Tru
         if not arrays:
             return
         if shared_values is None:
-            session.run(Broadcast(distribute_variables(session, arrays), nccl))
+            session.run(_make_command(session, arrays, is_single, Broadcast, (nccl,)))
             return
         rows = [select_all_rows(value) for value in shared_values]
         _assign(session, arrays, shared_values, [rows] * session.size, makes_ranks_differ=False)
@@ -207,7 +216,7 @@ def gather(shared_vars: SharedVariables, nd_up: int = 1, nccl: bool = True) -> A
         if nd_up not in (0, 1):
             raise ValueError(f"nd_up: expected 0 or 1, got {nd_up}")
         nccl = check_flag(nccl, "nccl")
-        return _get_values(session, shared_vars, lambda keys: Gather(keys, nd_up, nccl), list)
+        return _get_values(session, shared_vars, Gather, (nd_up, nccl), list)
 
 
 def all_gather(shared_vars: SharedVariables, nccl: bool = True) -> None:
@@ -241,8 +250,7 @@ def all_gather(shared_vars: SharedVariables, nccl: bool = True) -> None:
     with session.call_lock:
         session.begin_call()
         nccl = check_flag(nccl, "nccl")
-        variables, _ = parse_variables(session, shared_vars)
-        session.run(AllGather(distribute_variables(session, variables), nccl))
+        session.run(get_command(session, shared_vars, AllGather, (nccl,)))
 
 
 def reduce(shared_vars: SharedVariables, op: str = "avg", in_place: bool = True, nccl: bool = True) -> Any:
@@ -282,12 +290,8 @@ def reduce(shared_vars: SharedVariables, op: str = "avg", in_place: bool = True,
     with session.call_lock:
         session.begin_call()
         in_place, nccl = check_flag(in_place, "in_place"), check_flag(nccl, "nccl")
-        variables, is_single = parse_variables(session, shared_vars)
-        op = check_op(op, variables)
-        results = session.run(Reduce(distribute_variables(session, variables), op, in_place, nccl))
-    if in_place:
-        return None
-    return results[0] if is_single else results
+        results = session.run(get_command(session, shared_vars, Reduce, (op, in_place, nccl)))
+    return None if in_place else _unpack_single(shared_vars, results)
 
 
 def all_reduce(shared_vars: SharedVariables, op: str = "avg", nccl: bool = True) -> None:
@@ -321,28 +325,7 @@ def all_reduce(shared_vars: SharedVariables, op: str = "avg", nccl: bool = True)
     with session.call_lock:
         session.begin_call()
         nccl = check_flag(nccl, "nccl")
-        session.run(get_all_reduce_command(session, shared_vars, op, nccl))
-
-
-class _AllReduceCommands(WeakKeyDict[Any, dict[Any, AllReduceValues]]):
-    """Commands of `all_reduce` with checked arguments, by variable, op and ``nccl``."""
-
-
-def get_all_reduce_command(session: Session, shared_vars: SharedVariables, op: object, nccl: bool) -> AllReduceValues:
-    """Return the command of `all_reduce`, cached for a single variable: a training loop runs it in each step."""
-    commands = session.registry.get_or_create(_AllReduceCommands)
-    try:
-        by_arguments = commands.get(shared_vars) or {}
-        command = by_arguments.get((op, nccl))
-    except TypeError:  # a list, or not a variable
-        by_arguments, command = {}, None
-    if command is None:
-        variables, is_single = parse_variables(session, shared_vars)
-        checked_op = check_op(op, variables)  # before any variable is sent
-        command = AllReduceValues(distribute_variables(session, variables), checked_op, nccl)
-        if is_single:
-            commands[shared_vars] = {**by_arguments, (op, nccl): command}
-    return command
+        session.run(get_command(session, shared_vars, AllReduceValues, (op, nccl)))
 
 
 def reduce_scatter(shared_vars: SharedVariables, op: str = "avg", nccl: bool = True) -> None:
@@ -384,9 +367,7 @@ def reduce_scatter(shared_vars: SharedVariables, op: str = "avg", nccl: bool = T
     with session.call_lock:
         session.begin_call()
         nccl = check_flag(nccl, "nccl")
-        variables, _ = parse_variables(session, shared_vars)
-        op = check_op(op, variables)
-        session.run(ReduceScatter(distribute_variables(session, variables, makes_ranks_differ=True), op, nccl))
+        session.run(get_command(session, shared_vars, ReduceScatter, (op, nccl)))
 
 
 def set_value(rank: int, shared_vars: SharedVariables, values: Any, batch: BatchArgument = None) -> None:
@@ -422,17 +403,17 @@ def set_value(rank: int, shared_vars: SharedVariables, values: Any, batch: Batch
         session.begin_call()
         rank = check_index(rank, "rank", session.size)
         variables, is_single = parse_variables(session, shared_vars, allow_generators=True)
-        pairs = list(zip(variables, match_values(values, variables, is_single), strict=True))
-        states = [(variable, value) for variable, value in pairs if is_generator_object(variable)]
-        for variable, value in states:
-            check_generator_state(session, variable, value, must_jump=False)
-        for variable in variables if batch is not None else ():
-            if is_generator_object(variable) or variable.type.ndim == 0:
+        states: list[tuple[SharedVariable, Any]] = []
+        arrays: list[tuple[SharedVariable, Any]] = []
+        for variable, value in zip(variables, match_values(values, variables, is_single), strict=True):
+            is_state = is_generator_object(variable)
+            if is_state:
+                check_generator_state(session, variable, value, must_jump=False)
+            if batch is not None and (is_state or variable.type.ndim == 0):
                 raise ValueError(f"batch: the value for {describe(variable)} has no rows to select")
-        variables = [variable for variable in variables if not is_generator_object(variable)]
-        shared_values = [
-            to_data(session, variable, value) for variable, value in pairs if not is_generator_object(variable)
-        ]
+            (states if is_state else arrays).append((variable, value))
+        variables = [variable for variable, _ in arrays]
+        shared_values = [to_data(session, variable, value) for variable, value in arrays]
         buffers: list[Data] = []
         rows: list[Any] = []
         for variable, value in zip(variables, shared_values, strict=True):
@@ -474,20 +455,26 @@ def get_value(rank: int, shared_vars: SharedVariables) -> Any:
     with session.call_lock:
         session.begin_call()
         rank = check_index(rank, "rank", session.size)
-        return _get_values(session, shared_vars, lambda keys: GetValue(keys, rank), itemgetter(rank))
+        return _get_values(session, shared_vars, GetValue, (rank,), itemgetter(rank))
 
 
 def _get_values(
     session: Session,
     shared_vars: SharedVariables,
-    make_command: Callable[[tuple[Any, ...]], Command],
+    command_class: type[Command],
+    arguments: tuple[Any, ...],
     select: Callable[[Any], Any],
 ) -> Any:
     """Return the values of variables: of arrays by a command, of generators by ``select`` from the states by rank."""
+    command = _find_command(session, shared_vars, command_class, arguments)
+    if command is not None:
+        return session.run(command)[0]
     variables, is_single = parse_variables(session, shared_vars, allow_generators=True)
     arrays = [v for v in variables if not is_generator_object(v)]
     generators = [v for v in variables if is_generator_object(v)]
-    values: list[Any] = session.run(make_command(distribute_variables(session, arrays))) if arrays else []
+    values: list[Any] = []
+    if arrays:
+        values = session.run(_make_command(session, arrays, is_single, command_class, arguments))
     if generators:
         by_rank = session.run(GetGenerators(distribute_variables(session, generators)))
         values += map(select, zip(*by_rank, strict=True))
@@ -521,10 +508,8 @@ def get_shapes(shared_vars: SharedVariables) -> list[Any]:
     session = ranks.get_session()
     with session.call_lock:
         session.begin_call()
-        variables, is_single = parse_variables(session, shared_vars)
-        layouts = session.run(GetLayouts(distribute_variables(session, variables)))
-    shapes = [[shape for shape, _ in by_rank] for by_rank in layouts]
-    return shapes[0] if is_single else shapes
+        layouts = session.run(get_command(session, shared_vars, GetLayouts, ()))
+    return _unpack_single(shared_vars, [[shape for shape, _ in by_rank] for by_rank in layouts])
 
 
 def get_lengths(shared_vars: SharedVariables) -> list[Any]:
@@ -550,11 +535,63 @@ def get_lengths(shared_vars: SharedVariables) -> list[Any]:
     [2, 2]
     >>> synk.close()
     """
-    is_single = not isinstance(shared_vars, list | tuple)
-    variables = [shared_vars] if is_single else list(shared_vars)
+    variables = shared_vars if isinstance(shared_vars, list | tuple) else [shared_vars]
     shapes = get_shapes(variables)
     for variable, by_rank in zip(variables, shapes, strict=True):
         if () in by_rank:
             raise ValueError(f"shared_vars: {describe(variable)} has no length")
-    lengths = [[shape[0] for shape in by_rank] for by_rank in shapes]
-    return lengths[0] if is_single else lengths
+    return _unpack_single(shared_vars, [[shape[0] for shape in by_rank] for by_rank in shapes])
+
+
+# -- commands ----------------------------------------------------------------------------------------------------
+
+
+def get_command(
+    session: Session, shared_vars: SharedVariables, command_class: type[C], arguments: tuple[Any, ...]
+) -> C:
+    """Return the command of a collective on arrays; ``arguments`` are its fields after the variables' keys.
+
+    The variables, and the op of a reduction, are checked.  A command on a single variable is cached, since a training
+    loop runs it in each step.
+    """
+    command = _find_command(session, shared_vars, command_class, arguments)
+    if command is None:
+        variables, is_single = parse_variables(session, shared_vars)
+        if command_class in _REDUCTIONS:
+            check_op(arguments[0], variables)
+        command = _make_command(session, variables, is_single, command_class, arguments)
+    return command
+
+
+def _find_command(
+    session: Session, shared_vars: SharedVariables, command_class: type[C], arguments: tuple[Any, ...]
+) -> C | None:
+    """Return the cached command of a collective on a single variable; None if there is none."""
+    try:
+        cached: C | None = session.registry.get_or_create(CollectiveCache).get(
+            (weakref.ref(shared_vars), command_class, arguments)
+        )
+    except TypeError:  # a list of variables, or invalid arguments
+        return None
+    return cached
+
+
+def _make_command(
+    session: Session,
+    variables: list[SharedVariable],
+    is_single: bool,
+    command_class: Callable[..., C],
+    arguments: tuple[Any, ...],
+) -> C:
+    """Return the command of a collective, after all checks, and cache it if a single variable was given."""
+    keys = distribute_variables(session, variables, makes_ranks_differ=command_class is ReduceScatter)
+    command = command_class(keys, *arguments)
+    if is_single:
+        cache = session.registry.get_or_create(CollectiveCache)
+        cache[weakref.ref(variables[0]), command_class, arguments] = command
+    return command
+
+
+def _unpack_single(shared_vars: SharedVariables, results: list[Any]) -> Any:
+    """Return a list with a result for each variable, or the only result if ``shared_vars`` is not a list."""
+    return results if isinstance(shared_vars, list | tuple) else results[0]

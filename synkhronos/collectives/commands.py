@@ -46,8 +46,11 @@ class _Transfer(NamedTuple):
     transport_device: Device
 
 
-class _TransferCache(BoundedCache[Any, list[_Transfer]]):
-    """A rank's transfers, by the layouts of all ranks, and the arguments ``uses_device_communicator`` and ``op``."""
+class _TransferCache(BoundedCache[Any, tuple[list[_Transfer], bool]]):
+    """A rank's transfers, and whether they need a connection of its own device.
+
+    They are cached by the layouts of all ranks, and the arguments ``uses_device_communicator`` and ``op``.
+    """
 
 
 def _choose_transfers(by_rank: Sequence[Any], uses_device_communicator: bool, op: str | None) -> list[_Transfer]:
@@ -87,22 +90,23 @@ def prepare_replicas_of_variables(
     transfer arrays directly, and reduce them by ``op``.  With ``has_compared_digests``, all ranks
     have just compared digests, and found different ones.  The cached gather would compare first, so it is not used.
     """
-    values = [get_library(shared).borrow_value(shared) for shared in shared_vars]
-    own_layouts = tuple([(value.shape, value.dtype, get_array_device(value).name) for value in values])
-    del values  # `get_writable` checks whether others refer to the arrays
+    replicas = [VariableReplica(rank, shared) for shared in shared_vars]
+    own_layouts = tuple([(r.value.shape, r.value.dtype, get_array_device(r.value).name) for r in replicas])
     device = get_rank_device(rank)
     communicator = device.get_communicator(rank)
     all_gather = rank.all_gather if has_compared_digests else rank.all_gather_cached
     by_rank, generations = zip(*all_gather((own_layouts, communicator.generation)), strict=True)
     cache = rank.registry.get_or_create(_TransferCache)
     key = by_rank, uses_device_communicator, op
-    transfers = cache.get(key)
-    if transfers is None:
-        transfers = cache[key] = _choose_transfers(by_rank, uses_device_communicator, op)
-    replicas = [
-        VariableReplica(rank, shared, transfer) for shared, transfer in zip(shared_vars, transfers, strict=True)
-    ]
-    if any(transfer.transport_device is device for transfer in transfers):
+    cached = cache.get(key)
+    if cached is None:
+        transfers = _choose_transfers(by_rank, uses_device_communicator, op)
+        needs_connection = any(transfer.transport_device is device for transfer in transfers)
+        cached = cache[key] = transfers, needs_connection
+    transfers, needs_connection = cached
+    for replica, transfer in zip(replicas, transfers, strict=True):
+        replica.use_transfer(transfer)
+    if needs_connection:
         communicator.connect(generations)
     return replicas
 
@@ -117,10 +121,17 @@ class VariableReplica:
 
     __slots__ = ("_rank", "device", "layouts", "library", "shared", "transport_device", "value")
 
-    def __init__(self, rank: Rank, shared: SharedVariable, transfer: _Transfer):
+    layouts: list[ArrayLayout]
+    device: Device
+    transport_device: Device
+
+    def __init__(self, rank: Rank, shared: SharedVariable):
         self._rank, self.shared, self.library = rank, shared, get_library(shared)
-        self.layouts, self.device, self.transport_device = transfer
         self.value = self.library.borrow_value(shared)
+
+    def use_transfer(self, transfer: _Transfer) -> None:
+        """Set `layouts`, `device` and `transport_device`, and move the value to this device."""
+        self.layouts, self.device, self.transport_device = transfer
         if not self.device.owns(self.value):
             self.set_value(self.device.from_numpy(self.value))
 

@@ -23,8 +23,8 @@ class NumpyDevice(Device):
     has_arithmetic = True
 
     def owns(self, value: object) -> bool:
-        """Whether a value is a NumPy array or scalar, or has ``__array__``, by which NumPy can read it."""
-        return isinstance(value, np.ndarray | np.generic) or hasattr(value, "__array__")
+        """Whether NumPy can read a value by ``__array__``, which its own arrays and scalars have, too."""
+        return hasattr(value, "__array__")
 
     def to_numpy(self, value: Array) -> np.ndarray:
         """Convert an array to NumPy, without a copy if possible."""

@@ -116,19 +116,19 @@ class Call(_CallFields, Command):
         Ranks may wait for each other while they compile, so all call this at the same point of a command.
         """
         computation: Computation = rank.get_object(self.computation_key)
-        return RankCall(self, computation, self._compile(computation, rank), rank)
+        if self.needs_compile:
+            self._compile(computation, rank)
+        return RankCall(self, computation, computation.get_or_compile(self.variant), rank)
 
-    def _compile(self, computation: Computation, rank: Rank) -> CompiledVariant:
-        """Return the compiled variant; on a first call, ranks compile in the order that the library requires."""
-        if not self.needs_compile:
-            return computation.get_or_compile(self.variant)
+    def _compile(self, computation: Computation, rank: Rank) -> None:
+        """Compile the variant, in the order of ranks that the library requires."""
         if rank.is_master:
             work = "rewriting the graph of" if computation.compile_order == CompileOrder.AT_FIRST_CALL else "compiling"
             with warn_if_slow(f"{work} {computation.name}"):
                 computation.get_or_compile(self.variant)
         if computation.compile_order == CompileOrder.MASTER_FIRST:
             rank.barrier()
-        return computation.get_or_compile(self.variant)
+        computation.get_or_compile(self.variant)
 
 
 class RankCall:
@@ -138,6 +138,7 @@ class RankCall:
         self.call, self._rank = call, rank
         self.computation, self.compiled = computation, compiled
         self._runner = compiled.runner
+        self._arrays: list[ArrayLocation] = []
         self._shares: list[Selection | None] = []
         # Inputs with the same rows share one selection, which devices copy only once.
         shares: dict[Any, Selection] = {}
@@ -146,8 +147,10 @@ class RankCall:
                 share = shares.get((call_input.rows, call_input.first_row))
                 if share is None:
                     share = shares[call_input.rows, call_input.first_row] = call_input.select_share(rank)
+                self._arrays.append(call_input.array)
                 self._shares.append(share)
             else:
+                self._arrays.append(call_input)
                 self._shares.append(None)
         self._sliceable_rows = self._select_sliceable_rows() if call.variant.row_selector is not None else None
         #: Outputs, reduced over slices; empty before `compute`.
@@ -155,7 +158,9 @@ class RankCall:
         #: Number of rows to compute: the weight of the outputs in a mean.  1 if the function has no inputs with rows.
         self.n_rows = 1
         if call.n_rows is not None:
-            self.n_rows = len(next(share for share in self._shares if share is not None))
+            first_share = self._shares[0]  # scattered inputs come first
+            assert first_share is not None
+            self.n_rows = len(first_share)
         elif computation.sliceable_shareds:
             self.n_rows = (
                 self._get_sliceable_lengths()[0] if self._sliceable_rows is None else len(self._sliceable_rows)
@@ -278,7 +283,7 @@ class RankCall:
             self._runner = self.computation.get_or_compile(call.variant._replace(returns_updates=True)).runner
             self.output_values = self._launch(self._shares, self._sliceable_rows)[: len(ops)]
             return
-        if not call.is_sliced:
+        if call.num_slices == 1:
             self.output_values = self._launch(self._shares, self._sliceable_rows)
             return
         lengths = [self.n_rows] if self._sliceable_rows is None else [self.n_rows, len(self._sliceable_rows)]
@@ -323,12 +328,11 @@ class RankCall:
         if not self.call.inputs and sliceable_rows is None:
             return []
         rank, computation = self._rank, self.computation
-        arrays = [value.array if isinstance(value, ScatteredInput) else value for value in self.call.inputs]
         devices = computation.choose_input_devices(self._runner)
         values = [
             device.stage_input(rank, array, selection, computation.buffers[position], spec.mutable)
             for position, (device, array, selection, spec) in enumerate(
-                zip(devices, arrays, rows, computation.inputs, strict=True)
+                zip(devices, self._arrays, rows, computation.inputs, strict=True)
             )
         ]
         if sliceable_rows is not None:

@@ -49,10 +49,10 @@ class CallInputWriter:
     def match_arguments(self, args: Sequence[Any], named_inputs: dict[str, Any] | None) -> list[Any]:
         """Return one value for each input, from positional and named arguments and defaults."""
         specs = self.computation.inputs
-        if len(args) > len(specs):
-            raise TypeError(f"{self.computation.name} takes {len(specs)} inputs, got {len(args)}")
         if len(args) == len(specs) and not named_inputs:
             return list(args)
+        if len(args) > len(specs):
+            raise TypeError(f"{self.computation.name} takes {len(specs)} inputs, got {len(args)}")
         values: list[Any] = [*args, *[_MISSING] * (len(specs) - len(args))]
         for name, value in (named_inputs or {}).items():
             position = self._positions.get(name)
@@ -108,7 +108,7 @@ class CallInputWriter:
                         index_location = self._buffers.write("batch", rows)
                     selected = index_location
                 array = get_array_location(value)
-                call_inputs.append(ScatteredInput(array, selected, first_row if value.minibatch else 0))
+                call_inputs.append(ScatteredInput(array, selected, first_row if first_row and value.minibatch else 0))
         return tuple(call_inputs), len(rows)
 
     def _to_checked_input(self, position: int, value: Any, session: Session) -> Data | np.ndarray:
@@ -138,15 +138,18 @@ class CallInputWriter:
 
     def _select_batch(self, values: Sequence[Data | np.ndarray], batch: BatchArgument) -> tuple[Selection, int]:
         """Return the rows that ``batch`` selects for all ranks together, and the number of a minibatch's first row."""
-        lengths = [len(v) for v in values if not (isinstance(v, Data) and v.minibatch)]
+        minibatches = {i: v for i, v in enumerate(values) if isinstance(v, Data) and v.minibatch}
+        lengths = [len(v) for i, v in enumerate(values) if i not in minibatches]
         if not lengths and batch is None:
             lengths = [len(v) for v in values]  # minibatches only: the batch is all their rows
         if not lengths:
             rows = select_rows_unbounded(batch)
         else:
-            rows = select_rows(batch, min(lengths))
+            other_lengths = set(lengths)
+            other_lengths.remove(shortest := min(lengths))
+            rows = select_rows(batch, shortest)
             # Negative indexes select different rows of inputs with different lengths.
-            if any(not np.array_equal(select_rows(batch, length), rows) for length in set(lengths) - {min(lengths)}):
+            if other_lengths and any(not np.array_equal(select_rows(batch, length), rows) for length in other_lengths):
                 raise ValueError(
                     f"{self.computation.name}: scattered inputs need equally many rows, got {lengths}"
                     + (
@@ -155,15 +158,16 @@ class CallInputWriter:
                         else f", and batch={_describe_value(batch)} selects different rows of them"
                     )
                 )
-        first_row = find_min_row(rows) if any(isinstance(v, Data) and v.minibatch for v in values) else 0
-        for i, value in enumerate(values):
-            if isinstance(value, Data) and value.minibatch:
-                if _is_index_list_or_mask(batch):
-                    verb, needed = "selects", len(rows)
-                else:
-                    verb, needed = "spans", find_max_row(rows) - first_row + 1
-                if needed > len(value):
-                    raise IndexError(f"batch: input {i} is a minibatch of {len(value)} rows, but batch {verb} {needed}")
+        if not minibatches:
+            return rows, 0
+        first_row = find_min_row(rows)
+        if _is_index_list_or_mask(batch):
+            verb, needed = "selects", len(rows)
+        else:
+            verb, needed = "spans", find_max_row(rows) - first_row + 1
+        for i, value in minibatches.items():
+            if needed > len(value):
+                raise IndexError(f"batch: input {i} is a minibatch of {len(value)} rows, but batch {verb} {needed}")
         return rows, first_row
 
     def _write_broadcast_input(self, position: int, value: Data | np.ndarray) -> ArrayLocation:

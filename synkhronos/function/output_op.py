@@ -41,7 +41,7 @@ class OutputOp:
     @property
     def reduce_op(self) -> ReduceOp:
         """Definition of the reduction.  The op must have a name."""
-        return REDUCE_OPS[str(self.name)]
+        return REDUCE_OPS[self.name]  # type: ignore[index]
 
     @property
     def is_elementwise(self) -> bool:
@@ -65,15 +65,16 @@ class Accumulator:
     array(1.25)
     """
 
+    _n_rows = _n_values = 0
+    _value: Any = None
+    _dtype: np.dtype | None = None
+    #: Device of the values.
+    _device: Device = NUMPY
+
     def __init__(self, op: OutputOp):
         self.op = op
         self._reduce_op = None if op.name is None else op.reduce_op
-        self._device: Device = NUMPY  # of the values
-        self._n_rows = 0
-        self._n_values = 0
-        self._value: Any = None
         self._arrays: list[Any] = []
-        self._dtype: np.dtype | None = None
 
     def add(self, value: Array, n_rows: int) -> None:
         """Add a value that was computed from ``n_rows`` rows, its weight in a mean."""

@@ -251,7 +251,7 @@ class GraphLibrary(ABC):
 
     def borrow_value(self, shared: SharedVariable) -> Any:
         """Return a shared variable's value without a copy: an array, or a random generator."""
-        return get_storage(shared)[0]
+        return shared.container.storage[0]
 
     def store_value(self, shared: SharedVariable, value: Any) -> None:
         """Set a shared variable's value, without a copy where the type allows it."""

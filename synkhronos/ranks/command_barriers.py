@@ -52,7 +52,7 @@ class CommandBarriers:
         # last worker wakes it.
         is_last = self.have_all_arrived(self.last_arrived)
         if is_last:
-            control.wake_local_ranks(AWAITS_BARRIER)
+            control.wake_local_ranks_after_fence(AWAITS_BARRIER)
         elif self._rank_number != self._master_rank and self.have_all_arrived(self.last_arrived, self._master_rank):
             control.wake(self._master_rank, AWAITS_BARRIER)
         return is_last
@@ -73,7 +73,10 @@ class CommandBarriers:
 
     def wait_for(self, number: int, excluded: int | None = None, on_poll: Callable[[], None] | None = None) -> None:
         """Wait until all ranks, or all but one, have arrived at a barrier; for errors and ``on_poll`` see `wait`."""
-        self.wait(lambda: self.have_all_arrived(number, excluded), on_poll)
+        if not self.have_all_arrived(number, excluded):
+            self.wait(lambda: self.have_all_arrived(number, excluded), on_poll)
+        elif self.is_last_failed_command(self.last_arrived >> BARRIER_BITS):
+            raise Cancelled
 
     def wait(
         self, is_ready: Callable[[], bool], on_poll: Callable[[], None] | None = None, reason: int = AWAITS_BARRIER

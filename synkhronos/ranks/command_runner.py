@@ -161,7 +161,8 @@ class CommandRunner(ABC):
         if self._is_in_command:
             raise RuntimeError(_NESTED_CALL)
         if self.close_reason is None:
-            self.memory.release_unused()
+            if self.memory.deleted_owners:
+                self.memory.release_unused()
             if not self._all_ranks_done:
                 self._wait_for_completion()
         if self.close_reason is not None:  # a worker's death may have closed it just now
@@ -180,7 +181,8 @@ class CommandRunner(ABC):
     def finish_releases(self) -> None:
         """Make the workers drop what the master has released.  The lock has to be held."""
         self._finish_last_command()
-        self.memory.finish_releases()
+        if self.memory.unsent_releases:
+            self.memory.synchronize()
 
     def _execute_when_idle(self, command: Command) -> Any:
         self._finish_last_command()
@@ -243,7 +245,8 @@ class CommandRunner(ABC):
             try:
                 result = command.run(rank)
             finally:
-                rank.run_finish_callbacks()
+                if rank.finish_callbacks:
+                    rank.run_finish_callbacks()
             watch.command_thread = 0
         except BaseException as error:
             watch.command_thread = 0

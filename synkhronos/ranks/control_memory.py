@@ -203,6 +203,10 @@ class ControlMemory:
     def wake_local_ranks(self, reason: int) -> None:
         """Wake the ranks of this host that sleep for this reason.  Call it after the write that they wait for."""
         self.fence()
+        self.wake_local_ranks_after_fence(reason)
+
+    def wake_local_ranks_after_fence(self, reason: int) -> None:
+        """Wake ranks as `wake_local_ranks`, after a `fence` that followed the write."""
         reasons = self.sleep_reason.tolist()
         if reason in reasons:  # ranks that spin are nearly always more
             for rank in self.local_ranks:

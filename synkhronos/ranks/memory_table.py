@@ -57,7 +57,8 @@ class MemoryTable:
 
     ``channels`` are the master's ends of the workers' socket pairs, by rank.  ``run`` runs a command on all ranks, and
     raises if another one is running.  ``last_key`` is the key of the newest segment, ``last_sent_key`` the key of the
-    newest segment that the workers have.
+    newest segment that the workers have.  ``unsent_releases`` are the segments and objects that
+    were released and that the workers still have.
     """
 
     def __init__(self, rank: Rank, channels: Mapping[int, socket], run: Callable[[Command], Any]):
@@ -67,10 +68,10 @@ class MemoryTable:
         self._run_command = run
         self._is_freed = False
         self._unsent_segments: list[tuple[Segment, io.FileIO, set[int]]] = []
-        self._unsent_releases: list[tuple[EntryKind, Any]] = []
+        self.unsent_releases: list[tuple[EntryKind, Any]] = []
         self._owners: dict[tuple[EntryKind, Any], weakref.ref[Any]] = {}
-        #: Weak references to deleted owners; their keys are those of `_owners`.
-        self._deleted_owners: list[Any] = []
+        #: Weak references to owners that were deleted and not released yet; their keys are those of `_owners`.
+        self.deleted_owners: list[Any] = []
 
     def create_segment(self, nbytes: int, may_run_command: bool = True) -> Segment:
         """Create a segment, which every rank has under the same key from the next command on.
@@ -88,7 +89,7 @@ class MemoryTable:
             return create_unlinked_file(nbytes)
         except (MemoryError, OSError) as error:
             # Sending also closes the files of new segments.
-            can_free = self._unsent_releases if isinstance(error, MemoryError) else error.errno == errno.EMFILE
+            can_free = self.unsent_releases if isinstance(error, MemoryError) else error.errno == errno.EMFILE
             if not (can_free and may_run_command):
                 raise
             self.synchronize()
@@ -153,32 +154,27 @@ class MemoryTable:
             self.segments.drop(key)
         else:
             self._rank.objects.pop(key, None)
-        self._unsent_releases.append((kind, key))
+        self.unsent_releases.append((kind, key))
 
     def release_when_deleted(self, owner: object, kind: EntryKind, key: Any) -> None:
         """Release a segment or an object after its owner is deleted: at the next command or creation of memory.
 
         No Python code runs at the deletion itself: an interrupt in the middle of it would be swallowed.
         """
-        self._owners[kind, key] = weakref.KeyedRef(owner, self._deleted_owners.append, (kind, key))
+        self._owners[kind, key] = weakref.KeyedRef(owner, self.deleted_owners.append, (kind, key))
 
     def release_unused(self) -> None:
         """Release the segments and objects whose owners have been deleted."""
-        while self._deleted_owners:
-            self.release(*self._deleted_owners[0].key)
-            del self._deleted_owners[0]
-
-    def finish_releases(self) -> None:
-        """Run `synchronize` if segments or objects were released."""
-        if self._unsent_releases:
-            self.synchronize()
+        while self.deleted_owners:
+            self.release(*self.deleted_owners[0].key)
+            del self.deleted_owners[0]
 
     def synchronize(self) -> None:
         """Send new segments to the workers, and make them drop released segments and objects, by a command."""
-        release = Release(self._unsent_releases[:])
+        release = Release(self.unsent_releases[:])
         self._run_command(release)
         # The list is shortened after the command, which an interrupt may have prevented.
-        del self._unsent_releases[: len(release.released)]
+        del self.unsent_releases[: len(release.released)]
 
     def reopen_segments(self) -> list[tuple[Segment, io.FileIO]] | None:
         """Reopen the files of all segments, for `resend_segments`; return None if they are too many."""
@@ -200,7 +196,7 @@ class MemoryTable:
         self._channels = channels
         self.last_sent_key = self.last_key if is_inherited else 0
         self._discard_unsent_segments()
-        self._unsent_releases.clear()
+        self.unsent_releases.clear()
 
     def free(self) -> None:
         """Free all segments and objects in this process, after the ranks have ended."""

@@ -19,7 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -122,12 +122,12 @@ class Segment:
         self.is_user_file = is_user_file
         self.allocated_bytes = range(nbytes) if allocated_bytes is None else allocated_bytes
         self.path = os.readlink(f"/proc/self/fd/{fd}") if is_user_file else ""
-        self.file_id = _get_file_id(fd)
+        self.file_id = _get_file_id(fd) if is_user_file else None
         self.buffer = map_file(fd, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, is_user_file)
 
     def view_array(self, shape: tuple[int, ...], dtype: npt.DTypeLike, offset: int = 0) -> np.ndarray:
         """Return an array view of the segment's memory from byte ``offset`` on."""
-        return np.ndarray(shape, dtype, cast(Any, self.buffer), offset)
+        return np.ndarray(shape, dtype, self.buffer, offset)
 
 
 def _get_file_id(fd: int) -> tuple[int, int]:

@@ -34,7 +34,7 @@ import cloudpickle
 import numpy as np
 
 from synkhronos.checks import describe
-from synkhronos.containers import WeakKeyDict
+from synkhronos.containers import BoundedCache, WeakKeyDict
 from synkhronos.devices import find_device
 from synkhronos.graph_libraries import get_library
 from synkhronos.graph_libraries.library import get_storage, observe_set_value, set_value_callbacks
@@ -65,6 +65,14 @@ def register_shareds(shareds: Iterable[SharedVariable]) -> None:
 def is_registered(shared: SharedVariable) -> bool:
     """Whether a function uses the shared variable."""
     return shared in _registered_shareds
+
+
+class CollectiveCache(BoundedCache[Any, Any]):
+    """Commands of collectives on a single variable; empty after the user has set a value on the master alone.
+
+    So the next collective on the variable calls `Replicator.record_collective`.  The keys are a weak reference to the
+    variable, the command's class and its arguments.
+    """
 
 
 class Replicator:
@@ -117,6 +125,7 @@ class Replicator:
             if shared not in self._values_before:
                 self._values_before[shared] = old_value
             self.n_master_values += 1
+            session.registry.get_or_create(CollectiveCache).clear()
 
     def record_collective(self, shareds: Iterable[SharedVariable], makes_ranks_differ: bool = False) -> None:
         """Record that the user has used variables in a collective, and so doesn't need a warning of their values."""

@@ -57,7 +57,7 @@ class Memory:
     def get_slot(self, rank, parity):
         return b""
 
-    wake_local_ranks = wake_all_ranks = lambda self, reason=0: None
+    wake_local_ranks = wake_local_ranks_after_fence = wake_all_ranks = lambda self, reason=0: None
     decision_lock = SimpleNamespace(acquire=lambda seconds: True, release=lambda: None)
 
     def wait(self, me, ready, reason, watch, poll):

@@ -25,8 +25,8 @@ from synkhronos import ranks
 from synkhronos.casts import check_cast
 from synkhronos.checks import check_list
 from synkhronos.collectives.arguments import distribute_variables
-from synkhronos.collectives.calls import get_all_reduce_command
-from synkhronos.collectives.commands import GetLayouts
+from synkhronos.collectives.calls import get_command
+from synkhronos.collectives.commands import AllReduceValues, GetLayouts
 from synkhronos.data.rows import BatchArgument
 from synkhronos.devices import NUMPY
 from synkhronos.function import function, get_dispatcher
@@ -418,7 +418,7 @@ class TrainFunction:
         self, session: ranks.Session, gradient: Call, update: Call, n_steps: int, every_rank_has_rows: bool
     ) -> StepCommand:
         """Make the command of steps with an unsharded optimizer."""
-        all_reduce = get_all_reduce_command(session, self.grad_shared, "avg", nccl=True)
+        all_reduce = get_command(session, self.grad_shared, AllReduceValues, ("avg", True))
         can_fuse = every_rank_has_rows and not gradient.is_sliced
         return StepCommand(
             gradient,
