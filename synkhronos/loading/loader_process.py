@@ -123,17 +123,17 @@ class _LoaderProcess:
         self._owner_poll = select.poll()
         self._owner_poll.register(socket_fd, 0)
         self._reported_rows: set[int] = set()
-        self.generation = 0
+        self.plan_number = 0
 
     def run(self) -> NoReturn:
         """Fill units by one plan after another, until the owner exits."""
         ring = self.ring
         while True:
-            ring.wait_until(lambda: ring.generation != self.generation, self._exit_if_owner_closed, _OWNER_POLL_SECONDS)
-            self.generation = ring.generation
+            ring.wait_until(self._is_replaced, self._exit_if_owner_closed, _OWNER_POLL_SECONDS)
+            self.plan_number = ring.plan_number
             plan = ring.plan
-            # If the generation has changed since, the plan may mix two generations.
-            if ring.generation == self.generation:
+            # If the number has changed since, the words read may be of two plans.
+            if ring.plan_number == self.plan_number:
                 self._fill_units(plan)
 
     def _exit_if_owner_closed(self) -> None:
@@ -146,7 +146,7 @@ class _LoaderProcess:
         ring, slots, unit_rows = self.ring, self.ring.layout.n_slots, self.ring.layout.unit_rows
         for unit, (epoch, rows) in enumerate(self._iterate_unit_rows(plan)):
             ring.wait_until(
-                lambda: ring.is_free(unit, self.generation) or self._is_replaced(),  # noqa: B023
+                lambda: ring.is_free(unit, self.plan_number) or self._is_replaced(),  # noqa: B023
                 self._exit_if_owner_closed,
                 _OWNER_POLL_SECONDS,
             )
@@ -156,16 +156,16 @@ class _LoaderProcess:
             try:
                 self._write_share(slot * unit_rows, ring.row_status[slot], rows, epoch, plan.seed)
             except _UnreadableRow as error:
-                ring.report_failure(self.number, str(error), unit, self.generation)
+                ring.report_failure(self.number, str(error), unit, self.plan_number)
                 return
             if self._is_replaced():
                 return
             ring.unit_lengths[slot] = len(rows)
-            ring.mark_filled(self.number, unit, self.generation)
+            ring.mark_filled(self.number, unit, self.plan_number)
 
     def _is_replaced(self) -> bool:
         """Whether a new plan has started."""
-        return self.ring.generation != self.generation
+        return self.ring.plan_number != self.plan_number
 
     # -- order of rows ---------------------------------------------------------------------------------------
 

@@ -8,10 +8,10 @@ continue from one epoch into the next.  Unit u occupies slot ``u % slots``::
       write rows, and the status of each
       filled[loader] = u + 1                    ──────────▶   wait until all loaders have filled u
 
-Invariant: each word of the ring has one writer, and only grows.  The upper bits of a word are its *generation*, the
-number of its plan.  So a new plan can start at any time: words of earlier generations no longer match.  Each loader
-process writes only its own rows of a slot, the same for units of all lengths, one unit after another.  So a process
-that is late with a unit of an earlier generation never overwrites rows that another has written for a later one.
+Invariant: each word of the ring has one writer, and only grows.  The upper bits of a word are the number of its
+plan.  So a new plan can start at any time: words of earlier plans no longer match.  Each loader process writes only its
+own rows of a slot, the same for units of all lengths, one unit after another.  So a process that is late with a unit of
+an earlier plan never overwrites rows that another has written for a later one.
 
 A waiting process sleeps on its own semaphore, and regularly checks that the other processes live.
 """
@@ -35,7 +35,7 @@ from synkhronos.ranks.errors import UNKNOWN_EXIT_CODE, describe_exit, shorten_mi
 SKIPPED = 0
 #: Status of a row that is read.
 READ = 1
-#: Number of low bits of a word with the number of the unit; the upper bits have the generation.
+#: Number of low bits of a word with the number of the unit; the upper bits have the number of the plan.
 _UNIT_BITS = 40
 #: Failure word of a loader process that could not start.
 _FAILED_AT_START = (1 << 64) - 1
@@ -186,13 +186,13 @@ class Ring:
     # -- all processes ---------------------------------------------------------------------------------------
 
     @property
-    def generation(self) -> int:
+    def plan_number(self) -> int:
         """Number of the current plan."""
         return self._words[0]
 
     @property
     def plan(self) -> ReadPlan:
-        """The plan of the current generation."""
+        """The current plan."""
         return ReadPlan(*self._words[1 : 1 + len(ReadPlan._fields)])
 
     def wait_until(
@@ -226,7 +226,7 @@ class Ring:
     # -- owner of the loader processes -----------------------------------------------------------------------
 
     def start_plan(self, plan: ReadPlan) -> None:
-        """Start a generation with this plan; no consumer may hold a unit of the previous generation."""
+        """Start a plan; no consumer may hold a unit of the previous one."""
         for i, value in enumerate(plan):
             self._words[1 + i] = value
         self._fence()
@@ -292,7 +292,7 @@ class Ring:
         self._wake(self._loader_indexes)
 
     def _make_tag(self, unit: int) -> int:
-        """Return a word with the current generation in its upper bits, and the number of a unit in its lower bits."""
+        """Return a word: the current plan's number in its upper bits, and the number of a unit in its lower bits."""
         return self._words[0] << _UNIT_BITS | unit
 
     def _read_report(self, loader: int) -> str:
@@ -302,26 +302,26 @@ class Ring:
 
     # -- loader processes ------------------------------------------------------------------------------------
 
-    def is_free(self, unit: int, generation: int) -> bool:
+    def is_free(self, unit: int, plan_number: int) -> bool:
         """Whether a loader process may write to the slot of a unit."""
         previous = unit - self.layout.n_slots
-        return previous < 0 or self._freed[unit % self.layout.n_slots] == generation << _UNIT_BITS | previous + 1
+        return previous < 0 or self._freed[unit % self.layout.n_slots] == plan_number << _UNIT_BITS | previous + 1
 
-    def mark_filled(self, loader: int, unit: int, generation: int) -> None:
+    def mark_filled(self, loader: int, unit: int, plan_number: int) -> None:
         """Signal that a loader process has written its share of a unit."""
         self._fence()
-        self._filled[loader] = generation << _UNIT_BITS | unit + 1
+        self._filled[loader] = plan_number << _UNIT_BITS | unit + 1
         self._wake(self._consumer_indexes)
 
-    def report_failure(self, loader: int, message: str, unit: int = 0, generation: int = -1) -> None:
-        """Signal that a loader process can't write its share of a unit; without a generation, of any unit."""
+    def report_failure(self, loader: int, message: str, unit: int = 0, plan_number: int = -1) -> None:
+        """Signal that a loader process can't write its share of a unit; without a plan, of any unit."""
         start = self.layout.reports_offset + loader * _REPORT_NBYTES
         # JSON takes up to six bytes for a character.
         text = json.dumps(shorten_middle(message, _REPORT_NBYTES // 6 - 16), ensure_ascii=False)
         report = text.encode(errors="backslashreplace").ljust(_REPORT_NBYTES, b"\0")
         self._memory[start : start + _REPORT_NBYTES] = np.frombuffer(report, np.uint8)
         self._fence()
-        self._failed[loader] = _FAILED_AT_START if generation < 0 else generation << _UNIT_BITS | unit + 1
+        self._failed[loader] = _FAILED_AT_START if plan_number < 0 else plan_number << _UNIT_BITS | unit + 1
         self._wake(self._consumer_indexes)
 
 

@@ -119,7 +119,7 @@ def _connect_to_controller(context: RankContext, settings: WorkerSettings) -> It
     folder, first_rank = os.path.dirname(settings.log_paths[0]), get_rank(context).local_ranks.start
     if settings.hosts is None or not first_rank:
         controller_connection.current_connection = controller_connection.ControllerConnection(
-            context, settings.address, f"{folder}/controller_cpu.err", context.progress
+            context, settings.address, f"{folder}/controller_cpu.err", context.report_progress
         )
         yield
         return
@@ -130,13 +130,13 @@ def _connect_to_controller(context: RankContext, settings: WorkerSettings) -> It
     if context.number == first_rank:
         controller = start_controller(hosts.controller_command, log, None, replace(hosts, index=index, address=address))
 
-    def progress() -> None:
-        context.progress()
+    def report_and_check_controller() -> None:
+        context.report_progress()
         if controller is not None and controller.poll() is not None:
             raise ScriptError(f"the controller of host {name} ended before its workers began; see {log}.err")
 
     controller_connection.current_connection = controller_connection.ControllerConnection(
-        context, address, f"{log}.err", progress
+        context, address, f"{log}.err", report_and_check_controller
     )
     try:
         yield
@@ -144,7 +144,7 @@ def _connect_to_controller(context: RankContext, settings: WorkerSettings) -> It
         controller_connection.current_connection.report_end()
     if controller is not None:
         while controller.poll() is None:
-            context.progress()
+            context.report_progress()
             time.sleep(POLL_SECONDS)
         if controller.returncode:
             raise ScriptError(f"the controller of host {name} {describe_exit(controller.returncode)}; see {log}.err")

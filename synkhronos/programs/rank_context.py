@@ -83,11 +83,11 @@ class RankContext:
 
     # -- progress --------------------------------------------------------------------------------------------
 
-    def progress(self) -> None:
+    def report_progress(self) -> None:
         """Report that this rank makes progress; end the program if another rank has failed.
 
         Calls of compiled functions, and of methods that wait, do the same.  A program that computes without these for
-        long should call `progress` periodically.  The time limit ``fork(timeout=...)`` restarts at each call.
+        long should call `report_progress` periodically.  The time limit ``fork(timeout=...)`` restarts at each call.
         """
         self._peers.report_progress()
 

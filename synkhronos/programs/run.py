@@ -64,7 +64,7 @@ def run(program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
     Notes
     -----
     If one rank fails, the program ends on all ranks: the others stop at their next wait, call of a compiled function
-    or call of `RankContext.progress`.  ``fork(timeout=...)`` limits the seconds between two of these.
+    or call of `RankContext.report_progress`.  ``fork(timeout=...)`` limits the seconds between two of these.
 
     Examples
     --------

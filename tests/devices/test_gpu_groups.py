@@ -125,7 +125,7 @@ def fail_in_group_or_pair(context, action, place, failing_rank):
     def leave(*_):
         time.sleep(0.2)  # the other rank has started it
         while action == "wait":
-            context.progress()
+            context.report_progress()
         FAULTS[action]()
 
     for where in ("group", "send", "receive"):

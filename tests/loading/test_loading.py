@@ -201,7 +201,7 @@ def test_loader_prefetches_the_next_epoch(load):
     loader = load(NumberedPictures(10), processes=2)
     for epoch in range(5):
         assert sum(check_and_read_labels(loader.arrays(epoch, 3)), []) == make_order(10, 0, epoch).tolist()
-    assert loader._pool.ring.generation == 1
+    assert loader._pool.ring.plan_number == 1
 
 
 def test_loader_continues_after_a_break_at_the_last_batch(load):
@@ -219,7 +219,7 @@ def test_loader_continues_after_a_break_at_the_last_batch(load):
             sum(check_and_read_labels(loader.arrays(epoch, 3, start_row=3, drop_last=True)), [])
             == make_order(10, 0, epoch)[3:9].tolist()
         )
-    assert loader._pool.ring.generation == 1
+    assert loader._pool.ring.plan_number == 1
 
 
 def test_loader_resumes_at_a_batch(load):
@@ -296,7 +296,7 @@ def test_forked_process_leaves_loaders_to_its_parent(load):
         os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert sum(check_and_read_labels(loader.arrays(0, 3, start_row=3)), []) == make_order(12, 0, 0)[3:].tolist()
-    assert loader._pool.ring.generation == 1
+    assert loader._pool.ring.plan_number == 1
 
 
 def test_loader_counts_waiting_time(load):

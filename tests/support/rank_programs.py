@@ -158,7 +158,7 @@ def add_ones(context, counter, times, slow=False):
             counter.array[...] = counter.array + 1
             lock.push(counter)
             lock_turns.append(lock.turn)
-        context.progress()
+        context.report_progress()
     return lock_turns
 
 
@@ -240,7 +240,7 @@ def fail_on_one_rank(context, failing_rank, how, seconds):
         raise ValueError("this rank's own")
     if how == "computes":
         while True:
-            context.progress()
+            context.report_progress()
     elif how == "waits in a barrier":
         context.barrier("never")
     elif how == "receives":
@@ -274,7 +274,7 @@ def kill_one_rank(context, killed_rank, how, counter=None):
         if context.number == killed_rank:
             os.kill(os.getpid(), signal.SIGKILL)
         while True:
-            context.progress()
+            context.report_progress()
 
 
 def work_slowly(context, seconds, steps, reporting):
@@ -282,18 +282,18 @@ def work_slowly(context, seconds, steps, reporting):
     for _ in range(steps):
         time.sleep(seconds)
         if context.number in reporting:
-            context.progress()
+            context.report_progress()
     return "done"
 
 
 def work_forever(context, how):
     if how == "computes":
         while True:
-            context.progress()
+            context.report_progress()
             time.sleep(1e-3)
     if context.number == 0:
         while True:
-            context.progress()
+            context.report_progress()
     context.barrier("never")
 
 

@@ -73,7 +73,7 @@ class ModelBatchLoop(BatchLoop):
         """Call ``train_iter`` once; return the number of steps: asynchronous rules count only the last of a batch."""
         self.is_last_step = batch_step.is_last
         recorder = self.recorder
-        self.context.progress()
+        self.context.report_progress()
         start, seconds_before = time.perf_counter(), dict(recorder.meter.seconds)
         # If all ranks take each step together, the class's functions may have means over ranks.
         is_together = self.exchange_rule.is_bulk_synchronous

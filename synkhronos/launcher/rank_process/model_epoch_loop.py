@@ -203,7 +203,7 @@ class ModelEpochLoop(ReportLoop):
         while batch < int(self.model.data.n_batch_val) and not ends_run and not is_stopped:
             next_batch = batch + 1
             for _ in range(per_batch):
-                self.context.progress()
+                self.context.report_progress()
                 with use_model_precision():
                     returned = self.model.val_iter(self._n_trained_batches, recorder)
                 next_batch, ends_run = parse_val_iter_result(returned, batch, next_batch)

@@ -217,7 +217,7 @@ class ModelState:
         recorder = ModelRecorder(number, every=sys.maxsize, rows_per_step=self.recorder.rows_per_step)
         for batch in range(batches):
             for _ in range(sub_batches):
-                self.context.progress()
+                self.context.report_progress()
                 with use_model_precision():
                     self.model.train_iter(batch, recorder)
 

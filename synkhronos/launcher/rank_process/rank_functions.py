@@ -104,7 +104,7 @@ def build_model(context: RankContext, settings: Settings, exchange_rule: Exchang
     for name in ("rank", "size", "verbose", "seed"):
         if not hasattr(model, name) and not hasattr(model_class, "__slots__"):
             setattr(model, name, config[name])
-    context.progress()
+    context.report_progress()
     set_model_options(model, settings.model_options, exchange_rule, settings.modelclass)
     exchanged_quantity = compile_model(model, settings, exchange_rule, context.size)
     if exchanged_quantity is not None and context.number == 0:

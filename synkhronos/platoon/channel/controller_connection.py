@@ -63,13 +63,13 @@ class ControllerConnection:
         deadline = time.monotonic() + timeout
         try:
             while not connection.poll(POLL_SECONDS):
-                self.context.progress()
+                self.context.report_progress()
                 if time.monotonic() > deadline:
                     raise PlatoonError(f"timeout: no {description} in {timeout:g} seconds")
             message: bytes = connection.recv_bytes()
         except (EOFError, OSError) as error:
             raise PlatoonError(f"no {description}: its process has ended; see {self._log_path}", error) from error
-        self.context.progress()
+        self.context.report_progress()
         return message
 
     def map_memory(self, name: str, nbytes: int, timeout: float) -> tuple[mmap.mmap, bool]:

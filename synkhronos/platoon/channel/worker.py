@@ -251,7 +251,7 @@ class Worker(metaclass=SingletonType):
     def init_mb_sock(self, port: int, data_hwm: int = 10) -> None:
         """Wait until the controller has opened the queue ``port``, and connect to it; ``data_hwm`` is ignored."""
         self._batch_connection = sockets.connect(
-            f"{self._controller.address}-{port}", self._controller.context.progress, self._timeout
+            f"{self._controller.address}-{port}", self._controller.context.report_progress, self._timeout
         )
         if self._batch_connection is None:
             raise PlatoonError(f"port: the controller has opened no queue {port}")

@@ -77,7 +77,7 @@ class LocalBatchLoop(TrainerBatchLoop):
             context,
             spec.exchange_rule,
             state,
-            context.progress,
+            context.report_progress,
         )
         self._step, self._learning_rate, self._batch_counts = step, learning_rate, _SharedBatchCounts(batch_counts)
         self.periodic_exchange = PeriodicExchange(context, spec.exchange_rule, state, meter.seconds)
