@@ -98,7 +98,7 @@ class SynkhronosTrainer:
             updates.momentum if "network" in self._settings else WEIGHT_DECAY_MOMENTUM,
             sliceable_shareds=device_arrays,
             extra_updates=net.average_updates,
-            exchange=self._settings["exchange"],
+            exchange_dtype=self._settings["exchange"],
             learning_rate=0.01,
         )
 

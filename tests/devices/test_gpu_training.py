@@ -116,7 +116,7 @@ def test_gradients_are_reduced_in_chunks_and_in_bfloat16(fork, set_chunk_size, e
         rng = np.random.default_rng(0)
         ws = [shared(rng.normal(size=s).astype("float32") / 6, "w") for s in ((30, 40), (40, 40), (40,))]
         loss = ((T.tanh(T.tanh(x.dot(ws[0])).dot(ws[1])).dot(ws[2]) - y) ** 2).mean()
-        kwargs = {"exchange": exchange} if make is make_train_function else {}
+        kwargs = {"exchange_dtype": exchange} if make is make_train_function else {}
         made += [make(loss, ws, x, y, updates.sgd, learning_rate=np.float32(0.1), **kwargs), ws]
     train, ws, alone, ws_alone = made
     for _ in range(3):

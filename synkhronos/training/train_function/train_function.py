@@ -10,7 +10,7 @@ A rank's n is its number of rows, or the value of ``weight``.  It is part of the
 exact mean for any numbers of rows per rank.  New values of extra updates are part of the vector, too, and averaged by
 rows.
 
-Several steps can be one launch.  `TrainFunction.take_weighted_steps` groups them (see `launch_groups`), and takes a
+Several steps can be one launch.  `TrainFunction.take_steps_with_weights` groups them (see `launch_groups`), and takes a
 single step per launch where that is impossible.
 """
 
@@ -87,10 +87,10 @@ class TrainFunction:
         Their order depends only on the rule and the parameters.  Their values are equal on all ranks.
     """
 
-    def __init__(self, graph: TrainingGraph, wire_dtype: str | None = None):
+    def __init__(self, graph: TrainingGraph, exchange_dtype: str | None = None):
         self._compile(graph)
         self._graph = graph
-        self._wire_dtype = wire_dtype
+        self._exchange_dtype = exchange_dtype
 
     def _compile(self, graph: TrainingGraph) -> None:
         """Make the functions, and the variables of a sharded optimizer, for the present number of ranks."""
@@ -237,7 +237,7 @@ class TrainFunction:
         return self._to_loss(*self._take_step(arrays, batch, batch_s, num_slices))
 
     def _to_loss(self, value: Array, weight: Array | None) -> Array:
-        """Return the loss of a step as an array, from a pair of `take_weighted_steps`."""
+        """Return the loss of a step as an array, from a pair of `take_steps_with_weights`."""
         return value if weight is None else divide_by_weight(value, weight, self._graph.loss.dtype)
 
     def steps(
@@ -306,10 +306,11 @@ class TrainFunction:
         >>> synk.close()
         """
         return [
-            self._to_loss(*step) for step in self.take_weighted_steps(x_data, y_data, batches, num_slices, batches_s)
+            self._to_loss(*step)
+            for step in self.take_steps_with_weights(x_data, y_data, batches, num_slices, batches_s)
         ]
 
-    def take_weighted_steps(
+    def take_steps_with_weights(
         self,
         x_data: DataArgument | None,
         y_data: DataArgument | None,
@@ -383,8 +384,8 @@ class TrainFunction:
     ) -> list[WeightedLoss] | None:
         """Take ``n_steps`` steps in one command, with the rows of each rank ordered by steps.
 
-        Return the losses as `take_weighted_steps` does.  If some rank cannot take several steps in one command, take
-        none, and return None.
+        Return the losses as `take_steps_with_weights` does; None, without a step, if some rank cannot take several in
+        one command.
         """
         session = ranks.get_session()
         self._optimizer.ensure_scattered()
@@ -424,7 +425,7 @@ class TrainFunction:
             gradient,
             all_reduce,
             update,
-            self._wire_dtype,
+            self._exchange_dtype,
             n_tail_items=self._n_tail,
             n_steps=n_steps,
             every_rank_has_rows=every_rank_has_rows,
@@ -481,7 +482,7 @@ def make_train_function(
     update_rule: UpdateRule,
     sliceable_shareds: Sequence[SharedVariable] | None = None,
     extra_updates: UpdatesArgument | None = None,
-    exchange: str | None = None,
+    exchange_dtype: str | None = None,
     weight: Variable | None = None,
     clip_norm: float | None = None,
     num_slices: int = 1,
@@ -517,7 +518,7 @@ def make_train_function(
 
         The default op is "mean" for floats, and None for random streams.  Another variable needs an op, unless its new
         value is equal on all ranks.  Parameters are updated after these.
-    exchange : str, optional
+    exchange_dtype : str, optional
         Dtype in which gradients are exchanged.  With ``"bfloat16"``, GPUs send them in half the bytes, rounded to eight
         bits of mantissa.  This applies where a step is one launch: not on CPU cores, in slices, with ranks that have no
         rows, or with Theano.  The update computes in the parameters' precision.
@@ -571,14 +572,14 @@ def make_train_function(
     [1. 2. 3.]
     >>> synk.close()
     """
-    if exchange not in (None, "bfloat16"):
-        raise ValueError(f"exchange: expected None or 'bfloat16', got {exchange!r}")
+    if exchange_dtype not in (None, "bfloat16"):
+        raise ValueError(f"exchange_dtype: expected None or 'bfloat16', got {exchange_dtype!r}")
     options = StepOptions(clip_norm, num_slices, ema, loss_scale=loss_scale, shard_optimizer=shard_optimizer)
     graph = TrainingGraph(
         loss, params, x, y, update_rule, update_rule_kwargs, options, sliceable_shareds, extra_updates, weight
     )
     graph.warn_of_varying_denominators()
-    return TrainFunction(graph, exchange)
+    return TrainFunction(graph, exchange_dtype)
 
 
 def _find_common_length(arrays: list[Array]) -> int | None:

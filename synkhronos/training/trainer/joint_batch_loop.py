@@ -66,7 +66,7 @@ class JointBatchLoop(TrainerBatchLoop):
         def take_on_all_ranks() -> list[tuple[Any, Any]]:
             if self._is_resized and min(len(self.plan.rank_groups), len(ranks.get_session().ranks_by_host)) > 1:
                 raise RowsMovedError
-            losses = self._step.take_weighted_steps(self._x, self._y, rows)
+            losses = self._step.take_steps_with_weights(self._x, self._y, rows)
             # The losses are read now, since the death of a rank would lose its unread losses.
             return [(float(loss), weight if weight is None else float(weight)) for loss, weight in losses]
 

@@ -80,7 +80,7 @@ class TrainerBatchLoop(BatchLoop):
 
     @abstractmethod
     def take_steps(self, rows: list[Any]) -> list[tuple[Any, Any]]:
-        """Take a step per batch; return losses and weights, as `TrainFunction.take_weighted_steps` does."""
+        """Take a step per batch; return losses and weights, as `TrainFunction.take_steps_with_weights` does."""
 
     @abstractmethod
     def free_after_steps(self, position_ranges: list[tuple[int, int]], steps: int) -> None:
@@ -131,7 +131,7 @@ class TrainerBatchLoop(BatchLoop):
 
 
 def make_loss_reader(fetch: Callable[[Sequence[Any]], Sequence[Any]], has_loss_weight: bool) -> LossReader:
-    """Return the reader of a `Meter` for the losses of `TrainFunction.take_weighted_steps`.
+    """Return the reader of a `Meter` for the losses of `TrainFunction.take_steps_with_weights`.
 
     ``fetch`` copies arrays to host memory.  Without ``has_loss_weight`` the weights are numbers of rows, by which the
     reader multiplies the losses.

@@ -83,7 +83,7 @@ def train_in_one_launch():
     rng = np.random.default_rng(0)
     data = rng.normal(size=(60, 30)).astype("float32"), rng.normal(size=60).astype("float32")
     for exchange in (None, "bfloat16"):
-        train, ws, average = make_model(make_train_function, exchange=exchange)
+        train, ws, average = make_model(make_train_function, exchange_dtype=exchange)
         train_serial, serial_ws, serial_average = make_model(make_train_function_serial)
         for i in range(3):
             rows = rng.permutation(60)[: 50 + i]
