@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -59,8 +58,6 @@ class ExchangeRule:
     period: Period = 1
     exclude: Exclude = None
     precision: str | None = None
-    #: Run that `init` has started; None before, and after `wait`.
-    _launched_run: Any = None
 
     def __init__(self, period: Period | None = None, exclude: Exclude = None, precision: str | None = None):
         if period is not None:  # None leaves the class attribute
@@ -73,8 +70,8 @@ class ExchangeRule:
         self.precision = precision
 
     def __getstate__(self) -> dict[str, Any]:
-        # Only the master needs these: a function that may not be picklable, and a process.
-        return {**self.__dict__, "exclude": None, "_launched_run": None}
+        # Only the master needs this function, which may not be picklable.
+        return {**self.__dict__, "exclude": None}
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.get_options().items())
@@ -163,36 +160,6 @@ class ExchangeRule:
         )
         state.own["anchor"] = mean
         return mean
-
-    # -- runs of the launcher, as of Theano-MPI's rules -------------------------------------------------------
-
-    def init(
-        self, devices: Sequence[str] | str | None = None, modelfile: str = "", modelclass: str = "", **settings: Any
-    ) -> None:
-        """Start to train a model class by this rule in new processes, without waiting for them; see `wait`.
-
-        Parameters
-        ----------
-        devices : list of str, optional
-            Device of each rank: ``cpu``, or ``cuda0``, ``gpu0`` and so on.
-        modelfile, modelclass : str
-            Module, such as ``models.mlp`` or ``models/mlp.py``, and the class in it.
-        **settings
-            Other settings of a session file, such as ``folder``, ``epochs`` and ``config``.
-
-        """
-        if self._launched_run is not None:
-            raise RuntimeError("init() was called already: call wait(), or make another rule")
-        # The launcher is imported here, since it is in a higher layer, and most programs do not use it.
-        launched_run = importlib.import_module("synkhronos.launcher.launched_run")
-        self._launched_run = launched_run.LaunchedRun(self, devices, modelfile, modelclass, **settings)
-
-    def wait(self) -> Any:
-        """Wait for the end of the run that `init` has started, and return its folder; RuntimeError if it has failed."""
-        if self._launched_run is None:
-            raise RuntimeError("wait(): expected a call of init() before it")
-        run, self._launched_run = self._launched_run, None
-        return run.wait()
 
 
 def _scale_parameters(state: ExchangeState, vector: Array, relative_weight: float) -> Array:

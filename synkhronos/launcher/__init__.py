@@ -1,4 +1,4 @@
-"""Start of training runs: ``python -m synkhronos train SESSION``, or ``rule.init(...)`` and ``rule.wait()``.
+"""Start of training runs: ``python -m synkhronos train SESSION``, or ``start_run(...)`` and ``wait()``.
 
 ::
 
@@ -15,7 +15,8 @@
 ``import synkhronos`` does not import this package.
 """
 
+from synkhronos.launcher.background_run import BackgroundRun, start_run
 from synkhronos.launcher.configuration.settings import SettingsError
 from synkhronos.launcher.model_class.model import Model
 
-__all__ = ["Model", "SettingsError"]
+__all__ = ["BackgroundRun", "Model", "SettingsError", "start_run"]

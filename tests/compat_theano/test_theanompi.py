@@ -140,34 +140,35 @@ def test_users_copy_of_theano_mpi_provides_layers_but_not_rules(tmp_path):
         """)
     )
     done = run_program(tmp_path, tmp_path / "theirs")
-    assert done.stdout == "True cdd nccl32 GoSGD\n3 4\n", done.stderr
+    assert done.stdout == "True cdd nccl32 GOSGD\n3 4\n", done.stderr
     done = run_program(tmp_path)
     assert "theanompi.models: layers, models and data are those of your copy of Theano-MPI" in done.stdout, done.stderr
     assert sum(getattr(finder, "hook", None) is import_hooks.find_theanompi for finder in sys.meta_path) == 1
 
 
 def test_class_attributes_of_rules_become_settings(tmp_path, monkeypatch):
-    from synkhronos import exchange_rules
+    from synkhronos.launcher import background_run
     from synkhronos.theanompi.rules import BSP
 
     requested = []
-    from synkhronos.launcher import launched_run
 
     # The division by zero ends `init` as soon as the settings are recorded.
     monkeypatch.setattr(
-        launched_run, "resolve_settings", lambda sources, source_path: requested.append(sources[0]) or 1 / 0
+        background_run, "resolve_settings", lambda sources, source_path: requested.append(sources[0]) or 1 / 0
     )
     for rule_class, options in (
         (BSP, {"rule": "BSP", "rule_options": {"average": "gradient"}}),
         (type("BSP", (BSP,), {"sync_type": "avg"}), {"rule": "BSP", "rule_options": {"average": "params"}}),
         (type("BSP", (BSP,), {"sync_type": "swap"}), {"rule": "Swap", "rule_options": {}}),
         (
-            type("BSP", (exchange_rules.BSP,), {"exch_strategy": "nccl16"}),
-            {"rule": "BSP", "rule_options": {"precision": "float16"}},
+            type("BSP", (BSP,), {"exch_strategy": "nccl16"}),
+            {"rule": "BSP", "rule_options": {"average": "gradient", "precision": "float16"}},
         ),
     ):
         with pytest.raises(ZeroDivisionError):
             rule_class().init(["cpu"], "models.mlp", "MLP")
         assert requested.pop() == {**options, "devices": ["cpu"], "modelfile": "models.mlp", "modelclass": "MLP"}
+    with pytest.raises(RuntimeError, match=r"wait\(\): expected a call of init\(\) before it"):
+        BSP().wait()
     with pytest.raises(ValueError, match="sync_type: expected one of avg, cdd, swap, got 'sum'"):
         type("BSP", (BSP,), {"sync_type": "sum"})().init(["cpu"], "models.mlp", "MLP")

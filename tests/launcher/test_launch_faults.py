@@ -86,8 +86,10 @@ def test_broken_console_does_not_stop_a_script(tmp_path, console):
         "modelclass": "UnicodePrintingMLP",
         "devices": "cpu",
         "epochs": 1,
+        "folder": str(tmp_path),
     }
-    code = f"from synkhronos.exchange_rules import BSP; r = BSP(); print(3); r.init(**{settings | {'folder': str(tmp_path)}!r}); r.wait()"
+    code = "from synkhronos.exchange_rules import BSP; from synkhronos.launcher import start_run; print(3); "
+    code += f"start_run(BSP(), **{settings!r}).wait()"
     words = ["sh", "-c", OUTPUT[console], "sh", sys.executable, "-c", f"{code}; import os; os._exit(5)"]
     done = subprocess.run(words, cwd=SUPPORT, env=ENVIRONMENT | {"PYTHONUNBUFFERED": ""}, timeout=LIMIT)
     assert done.returncode == 5  # without flushing its output

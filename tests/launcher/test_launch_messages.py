@@ -18,7 +18,7 @@ from paths import SUPPORT
 
 from synkhronos import exchange_rules
 from synkhronos.gpus import get_n_gpu
-from synkhronos.launcher import SettingsError, doctor
+from synkhronos.launcher import SettingsError, doctor, start_run
 from synkhronos.launcher.configuration.resolve import resolve_settings
 from synkhronos.launcher.configuration.settings import Settings, merge_tables
 from synkhronos.launcher.configuration.sources import parse_set_option, read_environment, read_session_file
@@ -308,27 +308,24 @@ def test_launch_names_missing_parts_of_a_class(name, tmp_path):
     assert re.search(words, done.stderr) and "Traceback" not in done.stderr, done.stderr
 
 
-def test_init_refuses_wrong_settings(monkeypatch, tmp_path):
+def test_start_run_refuses_wrong_settings(monkeypatch, tmp_path):
     monkeypatch.chdir(SUPPORT)
-    rule = exchange_rules.EASGD()
-    with raises(RuntimeError, "init"):
-        rule.wait()
+    model = {"devices": ["cpu"], "modelfile": "launch_models.mlp", "modelclass": "MLP"}
+    folder = str(tmp_path / "run")
     with raises(SettingsError, "modelclass"):
-        rule.init(devices=["cpu"], modelfile="launch_models.mlp", modelclass="Nobody", folder=str(tmp_path / "run"))
+        start_run(exchange_rules.EASGD(), **{**model, "modelclass": "Nobody"}, folder=folder)
     with raises(SettingsError, "period"):
-        exchange_rules.EASGD(period=lambda step: 3).init(
-            ["cpu"], "launch_models.mlp", "MLP", folder=str(tmp_path / "run")
-        )
+        start_run(exchange_rules.EASGD(period=lambda step: 3), **model, folder=folder)
     with raises(SettingsError, "on_deth"):
-        rule.init(["cpu"], "launch_models.mlp", "MLP", folder=str(tmp_path / "run"), on_deth="stop")
+        start_run(exchange_rules.EASGD(), **model, folder=folder, on_deth="stop")
     assert not (tmp_path / "run").exists()
 
 
-def test_init_takes_defaults_from_the_environment(monkeypatch, tmp_path):
+def test_start_run_takes_defaults_from_the_environment(monkeypatch, tmp_path):
     monkeypatch.chdir(SUPPORT)
     monkeypatch.setenv("SYNKHRONOS_MODEL", "launch_models/mlp.py:Nobody")
     with raises(SettingsError, "modelclass"):
-        exchange_rules.BSP().init(["cpu"], folder=str(tmp_path / "run"))
+        start_run(exchange_rules.BSP(), ["cpu"], folder=str(tmp_path / "run"))
 
 
 # -- precedence of settings ----------------------------------------------------------------------------------

@@ -155,7 +155,10 @@ def test_kill_of_any_process_leaves_nothing(tmp_path, target, script):
     model = {"modelfile": "launch_models.mlp_variants", "modelclass": "StuckMLP"}
     if script:
         settings = {**model, "devices": ["cpu", "cpu"], "folder": str(folder), "every": 1, "epochs": 1000}
-        code = f"from synkhronos.exchange_rules import EASGD\nrule = EASGD()\nrule.init(**{settings!r})\nrule.wait()"
+        code = (
+            "from synkhronos.exchange_rules import EASGD\nfrom synkhronos.launcher import start_run\n"
+            f"start_run(EASGD(), **{settings!r}).wait()"
+        )
         words = [sys.executable, "-c", code]
     else:
         sets = [

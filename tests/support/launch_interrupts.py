@@ -48,7 +48,8 @@ def start_checkpointed_run(tmp_path, script, name="SlowMLP", **settings):
         words = [
             sys.executable,
             "-c",
-            f"from synkhronos.exchange_rules import BSP\nr = BSP()\nr.init(**{settings!r})\nr.wait()",
+            "from synkhronos.exchange_rules import BSP\nfrom synkhronos.launcher import start_run\n"
+            f"start_run(BSP(), **{settings!r}).wait()",
         ]
     else:
         sets = [f"--set={name}={value}" for name, value in settings.items()]

@@ -156,7 +156,7 @@ def get_exchange_rule_options(rule: exchange_rules.ExchangeRule) -> dict[str, An
         if value == parameter.default:
             continue
         if callable(value):
-            raise SettingsError(f"{name}: a rule that is started with init() takes numbers and strings, got {value!r}")
+            raise SettingsError(f"{name}: start_run takes rules whose options are numbers and strings, got {value!r}")
         options[name] = value
     return options
 
