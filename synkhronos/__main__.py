@@ -1,6 +1,6 @@
 """The command line ``python -m synkhronos``, also installed as ``synkhronos``.
 
-Besides its commands it runs a program written for Theano, on Theano or PyTensor: as ``python`` would, with
+Besides its commands it runs a script written for Theano, on Theano or PyTensor: as ``python`` would, with
 ``import synkhronos.compat`` before the first line.
 """
 
@@ -32,7 +32,7 @@ def run_console_script() -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Run a command, or a program written for Theano, with the arguments of the command line."""
+    """Run a command, or a script written for Theano, with the arguments of the command line."""
     if arguments and arguments[0] in _COMMANDS:
         *_, module = _COMMANDS[arguments[0]]
         if status := importlib.import_module(f"synkhronos.{module}").main(arguments[1:]):
@@ -40,40 +40,40 @@ def main(arguments: list[str]) -> None:
         return
     parser = _make_parser()
     if not arguments:
-        parser.error("expected a command or a program; see --help")
+        parser.error("expected a command or a script; see --help")
     options = parser.parse_args(arguments)
-    if not options.is_module and not os.path.exists(options.program):
-        similar = format_similar(options.program, _COMMANDS)
-        parser.error(f"{options.program!r} is neither a command nor a program{similar}; see --help")
-    if options.is_module and importlib.util.find_spec(options.program.partition(".")[0]) is None:
-        parser.error(f"there is no module {options.program!r}; see --help")
+    if not options.is_module and not os.path.exists(options.script):
+        similar = format_similar(options.script, _COMMANDS)
+        parser.error(f"{options.script!r} is neither a command nor a script{similar}; see --help")
+    if options.is_module and importlib.util.find_spec(options.script.partition(".")[0]) is None:
+        parser.error(f"there is no module {options.script!r}; see --help")
     if options.theano:
         os.environ["SYNKHRONOS_THEANO"] = options.theano
 
     import synkhronos.compat  # noqa: F401 - it reads the variable
 
-    sys.argv = [options.program, *options.arguments]
+    sys.argv = [options.script, *options.arguments]
     if options.is_module:
-        runpy.run_module(options.program, run_name="__main__", alter_sys=True)
+        runpy.run_module(options.script, run_name="__main__", alter_sys=True)
         return
     # Like Python, find modules in the script's folder first.
-    sys.path[0] = os.path.dirname(os.path.abspath(options.program))
-    runpy.run_path(options.program, run_name="__main__")
+    sys.path[0] = os.path.dirname(os.path.abspath(options.script))
+    runpy.run_path(options.script, run_name="__main__")
 
 
 def _make_parser() -> argparse.ArgumentParser:
-    """Make the parser of the arguments of a program written for Theano, with the help on all commands."""
+    """Make the parser of the arguments of a script written for Theano, with the help on all commands."""
     usages = [f"{_COMMAND_LINE} {name}{argument}" for name, (argument, *_) in _COMMANDS.items()]
     commands = [f"  {name:9} {description}" for name, (_, description, _) in _COMMANDS.items()]
     parser = argparse.ArgumentParser(
         prog=_COMMAND_LINE,
-        usage="\n       ".join([*usages, f"{_COMMAND_LINE} [--theano LIBRARY] [-m] PROGRAM [ARGUMENT...]"]),
+        usage="\n       ".join([*usages, f"{_COMMAND_LINE} [--theano LIBRARY] [-m] SCRIPT [ARGUMENT...]"]),
         description="\n".join(
             [
                 "Commands, each with its own --help:",
                 *commands,
                 "",
-                "PROGRAM is a program written for Theano. It runs on PyTensor if Theano is not installed.",
+                "SCRIPT is a script written for Theano. It runs on PyTensor if Theano is not installed.",
             ]
         ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -85,9 +85,9 @@ def _make_parser() -> argparse.ArgumentParser:
         help="theano or pytensor: the library that `import theano` imports; overrides SYNKHRONOS_THEANO",
     )
     parser.add_argument("--version", action="version", version=f"synkhronos {synkhronos.__version__}")
-    parser.add_argument("-m", dest="is_module", action="store_true", help="PROGRAM is the name of a module")
-    parser.add_argument("program", metavar="PROGRAM", help="a script, or with -m a module")
-    parser.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="arguments of PROGRAM")
+    parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is the name of a module")
+    parser.add_argument("script", metavar="SCRIPT", help="a file, or with -m a module")
+    parser.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="arguments of SCRIPT")
     return parser
 
 

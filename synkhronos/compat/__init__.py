@@ -1,9 +1,9 @@
 """``import theano`` on machines without Theano.
 
-    >>> import synkhronos.compat  # the program's first line
+    >>> import synkhronos.compat  # the script's first line
 
 Where Theano 1.0.5 is installed, ``import theano`` imports it; this package then patches it (`theano_patches`) and
-provides old modules that programs for Theano import.  Where it is not installed, an import hook (`import_hooks`)
+provides old modules that scripts for Theano import.  Where it is not installed, an import hook (`import_hooks`)
 provides ``theano``, ``theano.tensor``, ... from modules that are built on PyTensor.  The environment variable
 ``SYNKHRONOS_THEANO`` selects one of the two: ``theano`` or ``pytensor``.
 
@@ -11,7 +11,7 @@ The package could be a separate distribution.  Its interface with the rest of Sy
 
 - It imports ``linker``, ``numpy_op`` and ``bounded_canonizer`` of ``synkhronos.lowering``, which translate PyTensor's
   functions to JAX.
-- Only the modules that start other programs (``__main__``, ``launcher``, ``platoon``) import it.
+- Only the modules that start users' scripts (``__main__``, ``launcher``, ``platoon``) import it.
 - Other packages read four attributes: ``theano.__served_on__`` marks a module that is not Theano itself;
   ``In.default_list`` is a list of one with an input's default value; an Op's ``is_product`` and ``is_single_kernel``
   tell ``lowering.precision`` which results may be computed in bfloat16.
@@ -69,7 +69,7 @@ def install() -> str:
     if "theano" in sys.modules:
         raise ImportError(
             f"{LIBRARY_VARIABLE}=pytensor, but Theano is imported already: import synkhronos.compat before theano, "
-            "or start the program with `python -m synkhronos script.py`"
+            "or start the script with `python -m synkhronos script.py`"
         )
     import_hooks.install_hook(import_hooks.find_theano)
     return "pytensor"

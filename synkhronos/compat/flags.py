@@ -26,7 +26,7 @@ _COMMON_FLAGS = (
     "warn_float64",
 )
 
-#: Present values of Theano's flags that have no meaning in PyTensor: programs may set them, without an effect.
+#: Present values of Theano's flags that have no meaning in PyTensor: scripts may set them, without an effect.
 _emulated_flags: dict[str, Any] = {
     **dict.fromkeys(
         """

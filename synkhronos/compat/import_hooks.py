@@ -5,7 +5,7 @@
 - `find_platoon`: ``platoon``, the package ``synkhronos.platoon``.
 - `find_theanompi`: ``theanompi``, the package ``synkhronos.theanompi``.  Modules other than its rules are imported from
   the user's copy of Theano-MPI.
-- `find_shim`: old modules that programs for Theano import, and that are missing today.
+- `find_shim`: old modules that scripts for Theano import, and that are missing today.
 """
 
 from __future__ import annotations

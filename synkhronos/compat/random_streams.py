@@ -82,7 +82,7 @@ class RandomStreams:
         self.state_updates.append((generator, next_state))
         result = variable if transform is None else transform(variable)
         result = result if cast_to is None else result.astype(cast_to)
-        # Programs use these attributes to seed one variable, or to copy its state.
+        # Scripts use these attributes to seed one variable, or to copy its state.
         result.rng, result.update = generator, (generator, next_state)
         return result
 

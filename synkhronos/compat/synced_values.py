@@ -1,4 +1,4 @@
-"""Values of shared variables with a method ``sync``: Theano's programs call it to wait for a GPU.
+"""Values of shared variables with a method ``sync``: scripts for Theano call it to wait for a GPU.
 
 The call is ``shared.container.value.sync()``.
 """

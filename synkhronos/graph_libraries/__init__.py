@@ -1,7 +1,7 @@
 """The graph library of a variable: PyTensor or Theano.
 
 `library.GraphLibrary` has the common part; `pytensor` and `theano` override the methods in which they differ.  Neither
-library is imported here: a `GraphLibrary` is created after the user's program has imported the library.
+library is imported here: a `GraphLibrary` is created after the user's script has imported the library.
 """
 
 from __future__ import annotations

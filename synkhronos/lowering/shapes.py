@@ -1,7 +1,7 @@
 """Lowerings to JAX that keep lengths as numbers while a function is traced.
 
 XLA compiles for fixed shapes, so shapes are tuples of numbers while a function is traced.  PyTensor's lowerings compute
-with these numbers in JAX.  The results are traced values, which neither a reshape nor a slice accepts, but programs
+with these numbers in JAX.  The results are traced values, which neither a reshape nor a slice accepts, but scripts
 written for Theano often reshape to computed shapes.  The lowerings here compute integers that are known during tracing
 with NumPy, and call PyTensor's lowerings for all others:
 

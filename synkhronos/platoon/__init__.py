@@ -1,6 +1,6 @@
 """Platoon's modules under their own names, on the ranks of `synkhronos.run`.
 
-``python -m synkhronos platoon NAME`` starts programs that were written for Platoon; within them ``import platoon``
+``python -m synkhronos platoon NAME`` starts scripts that were written for Platoon; within them ``import platoon``
 finds this package.  Processes of one experiment::
 
     launcher ─── controller: runs NAME_controller.py, answers requests

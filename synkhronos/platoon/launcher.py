@@ -131,7 +131,7 @@ def _read_hosts() -> list[str]:
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m synkhronos platoon",
-        description="Run NAME_controller.py, and NAME_worker.py on each device: programs written for Platoon.",
+        description="Run NAME_controller.py, and NAME_worker.py on each device: scripts written for Platoon.",
     )
     parser.add_argument(
         "experiment_name",

@@ -666,8 +666,8 @@ def test_theano_script_runs_unchanged(tmp_path):
     assert start("--theano", "pytensor", "script.py", "--epochs", "3", "-m").stdout.strip() == expected
     assert start("-m", "script", "--epochs", "3", "-m").stdout.strip() == expected
     for nothing, message in (
-        ("tran", "'tran' is neither a command nor a program; similar: train"),
-        ("", "expected a command or a program"),
+        ("tran", "'tran' is neither a command nor a script; similar: train"),
+        ("", "expected a command or a script"),
     ):
         done = start(*nothing.split())
         assert done.returncode == 2

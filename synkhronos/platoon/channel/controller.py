@@ -203,7 +203,7 @@ class Controller:
 
     @staticmethod
     def default_parser() -> argparse.ArgumentParser:
-        """Return a parser of a controller's arguments, to which a program may add its own."""
+        """Return a parser of a controller's arguments, to which a script may add its own."""
         parser = argparse.ArgumentParser(description="A controller of Platoon's interface.")
         parser.add_argument("experiment_name", help="workers run EXPERIMENT_NAME_worker.py")
         parser.add_argument("log_directory", help="folder of the workers' output")

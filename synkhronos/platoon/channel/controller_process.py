@@ -14,7 +14,7 @@ from pathlib import Path
 
 from synkhronos.compat import import_hooks
 
-#: Environment variable with the arguments of `Controller` as JSON, for programs that parse no command line.
+#: Environment variable with the arguments of `Controller` as JSON, for scripts that parse no command line.
 ARGUMENTS_VARIABLE = "SYNKHRONOS_PLATOON"
 #: Environment variable with the `ExperimentHosts` of an experiment on several hosts, as JSON.
 _HOSTS_VARIABLE = "SYNKHRONOS_PLATOON_HOSTS"
@@ -81,7 +81,7 @@ def start_controller(
 
 
 def run_user_file(file: str, arguments: Sequence[str]) -> None:
-    """Run a file as the main program, with its folder first in ``sys.path``, and this package as ``platoon``."""
+    """Run a file as the main script, with its folder first in ``sys.path``, and this package as ``platoon``."""
     import_hooks.override_platoon()
     path = os.path.abspath(file)
     sys.argv = [file, *arguments]

@@ -19,7 +19,7 @@ from synkhronos.platoon.util import EndOfBatches, PlatoonError, SingletonType
 from synkhronos.programs.rank_context import get_rank_lock
 
 try:
-    from posix_ipc import BusyError  # programs for Platoon catch this error of Platoon's lock
+    from posix_ipc import BusyError  # scripts for Platoon catch this error of Platoon's lock
 except ImportError:
     BusyError = TimeoutError
 
@@ -34,7 +34,7 @@ _OP_NAMES = {
 
 @contextlib.contextmanager
 def restore_precision() -> Iterator[None]:
-    """Return a context manager that restores JAX's precision: the library enables float64, programs use ``floatX``."""
+    """Return a context manager that restores JAX's precision: the library enables float64, scripts use ``floatX``."""
     jax = sys.modules.get("jax")
     old_value = None if jax is None else jax.config.jax_enable_x64
     try:
@@ -284,7 +284,7 @@ class Worker(metaclass=SingletonType):
 
     @staticmethod
     def default_parser() -> argparse.ArgumentParser:
-        """Return a parser of a worker's arguments, to which a program may add its own."""
+        """Return a parser of a worker's arguments, to which a script may add its own."""
         parser = argparse.ArgumentParser(description="A worker of Platoon's interface.")
         add_port_arguments(parser)
         return parser

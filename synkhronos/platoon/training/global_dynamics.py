@@ -122,7 +122,7 @@ ASGD = Downpour
 
 
 def get_worker() -> Worker:
-    """Return the worker of this process; raise AttributeError if the program has not created it yet."""
+    """Return the worker of this process; raise AttributeError if the script has not created it yet."""
     if Worker.instance is None:
         raise AttributeError("Worker instance has not been created yet.")
     worker: Worker = Worker.instance

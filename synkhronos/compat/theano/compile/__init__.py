@@ -63,7 +63,7 @@ def function(
     """Compile a function; outputs in a dict, with strings as keys, are returned in a dict."""
     keys = sorted(outputs) if isinstance(outputs, dict) else None
     kwargs = {"no_default_updates": no_default_updates} if no_default_updates else {}
-    # PyTensor deprecates the parameter, which is part of Theano's interface: programs written for Theano pass it.
+    # PyTensor deprecates the parameter, which is part of Theano's interface: scripts written for Theano pass it.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The no_default_updates parameter", DeprecationWarning)
         warnings.filterwarnings("ignore", "The no_default_updates parameter", FutureWarning)

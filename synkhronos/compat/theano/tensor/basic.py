@@ -161,7 +161,7 @@ def flatten(x: Any, ndim: int | None = None, outdim: int | None = None) -> Any:
 
 
 def stack(*tensors: Any, **kwargs: Any) -> Any:
-    """Stack tensors along a new axis.  They are passed as a list or, in old programs, as separate arguments."""
+    """Stack tensors along a new axis.  They are passed as a list or, in old scripts, as separate arguments."""
     if "tensors" in kwargs:
         tensors = (kwargs.pop("tensors"), *tensors)
     axis = kwargs.get("axis", 0)
