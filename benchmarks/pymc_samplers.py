@@ -40,7 +40,7 @@ _TREE_DEPTH = 5
 _STEPS_PER_DRAW = 2**_TREE_DEPTH - 1
 #: Draws of the short run; draws times rows of the long run, and its maximal number of draws.
 _SHORT_DRAWS = 4
-_LONG_DRAWS_TIMES_ROWS, _MAX_LONG_DRAWS = 10**8, 200
+_LONG_DRAWS_TIMES_ROWS, _MAX_LONG_DRAWS = 4 * 10**8, 200
 
 #: Durations that JAX has reported for tracing and compiling, in seconds, and the times at which all-reduces began.
 _compiling_times: list[float] = []
