@@ -21,7 +21,15 @@ import numpy as np
 
 from synkhronos import engines, ranks
 from synkhronos.checks import check_flag, check_index, check_integer, check_number
-from synkhronos.devices import NUMPY, choose_device, force_jax_on_cpu, get_device, is_fork_unsafe, set_rank_device
+from synkhronos.devices import (
+    NUMPY,
+    choose_device,
+    force_jax_on_cpu,
+    get_device,
+    is_fork_unsafe,
+    set_rank_device,
+    undo_force_jax_on_cpu,
+)
 from synkhronos.gpus import get_n_gpu
 from synkhronos.graph_libraries import register_loaded_libraries
 from synkhronos.hosts import (
@@ -221,6 +229,7 @@ def _start_ranks(
     output: IO[str] | None = None,
 ) -> int:
     """Start the agents of other hosts and the ranks, and return the number of ranks; see `fork`."""
+    undo_force_jax_on_cpu()
     link = MpiLink(host_list, float(host_timeout), output) if len(host_list) > 1 else None
     gpu_numbers: tuple[int, ...] = ()
     try:

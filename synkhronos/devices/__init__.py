@@ -47,12 +47,15 @@ __all__ = [
     "list_gpu_devices",
     "set_rank_device",
     "take_rows",
+    "undo_force_jax_on_cpu",
 ]
 
 #: NumPy arrays in host memory, which every rank has.
 NUMPY = numpy_device.DEVICE
 #: JAX arrays, on the rank's GPU if it has one, else in host memory.
 JAX = jax_device.DEVICE
+#: JAX's setting ``jax_platforms`` before `force_jax_on_cpu`; empty if that has not changed it.
+_user_platforms: tuple[str | None, ...] = ()
 #: GpuArrays, with which Theano computes on GPUs.
 PYGPU = pygpu_device.DEVICE
 
@@ -186,7 +189,26 @@ def is_fork_unsafe() -> bool:
 
 def force_jax_on_cpu() -> None:
     """Make this rank's JAX compute on the CPU even if there are GPUs; without effect once JAX has started."""
+    global _user_platforms
     if not JAX.has_unforkable_runtime() and get_n_gpu():
-        os.environ["JAX_PLATFORMS"] = "cpu"
+        platforms = os.environ.get("JAX_PLATFORMS")
         if "jax" in sys.modules:  # JAX reads the variable when it is imported
-            sys.modules["jax"].config.update("jax_platforms", "cpu")
+            platforms = sys.modules["jax"].config.jax_platforms
+        _user_platforms = _user_platforms or (platforms,)
+        _set_jax_platforms("cpu")
+
+
+def undo_force_jax_on_cpu() -> None:
+    """Give JAX the platforms that the user has set, before a fork that may use GPUs."""
+    global _user_platforms
+    if _user_platforms and not JAX.has_unforkable_runtime():
+        _set_jax_platforms(*_user_platforms)
+        _user_platforms = ()
+
+
+def _set_jax_platforms(platforms: str | None) -> None:
+    os.environ.pop("JAX_PLATFORMS", None)
+    if platforms is not None:
+        os.environ["JAX_PLATFORMS"] = platforms
+    if "jax" in sys.modules:
+        sys.modules["jax"].config.update("jax_platforms", platforms or None)

@@ -20,7 +20,6 @@ from synkhronos.devices.jax.compute_stream import ComputeStream, find_compute_st
 from synkhronos.devices.jax.scalar_log import LogEntry
 from synkhronos.devices.jax.xla_communicator import XlaCommunicator
 from synkhronos.devices.reduce_op import ReduceOp
-from synkhronos.patching import set_environment
 from synkhronos.ranks import Rank
 from synkhronos.variable_types import Array
 
@@ -45,16 +44,14 @@ class JaxDevice(CudaDevice):
 
     def open_gpu(self, gpu: str) -> None:
         """Start JAX on the only GPU that is visible; raise RuntimeError if JAX does not compute on it."""
-        with set_environment(JAX_PLATFORMS=None):
-            jax = self._import_jax()
-        if jax.config.jax_platforms == "cpu":  # from the variable, or an earlier `force_jax_on_cpu`
-            jax.config.update("jax_platforms", None)
+        jax = self._import_jax()
         devices = jax.devices()
         if devices[0].platform != "gpu":
-            raise RuntimeError(
-                f"JAX computes on {devices[0].platform!r} although GPU {gpu} is visible: its CUDA plugin does not "
-                "match the driver, or jax_platforms is set; try `python -c 'import jax; print(jax.devices())'`"
-            )
+            platforms = jax.config.jax_platforms
+            advice = "its CUDA plugin does not match the driver; try `python -c 'import jax; print(jax.devices())'`"
+            if platforms:
+                advice = f"JAX_PLATFORMS is {platforms!r}: remove it, or pass use_gpu=False"
+            raise RuntimeError(f"JAX computes on {devices[0].platform!r} although GPU {gpu} is visible: {advice}")
         if nccl_handlers.read_nccl_caller() == "graph":
             # By default NCCL registers memory when an operation is recorded, which may be a collective.  But XLA
             # records again when an address has changed, possibly on a single rank.

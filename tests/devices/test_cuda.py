@@ -52,13 +52,36 @@ def test_choose_gpus_gives_each_rank_a_gpu(monkeypatch, visible, size, root, min
 def test_jax_is_forced_on_the_cpu_before_and_after_its_import(first):
     code = f"""
         {first}
+        import os
         from synkhronos import devices
         devices.get_n_gpu = lambda: 1
         devices.force_jax_on_cpu()
         import jax
         print(jax.config.jax_platforms)
+        devices.force_jax_on_cpu()
+        devices.undo_force_jax_on_cpu()
+        print(jax.config.jax_platforms, os.environ.get("JAX_PLATFORMS") or None)
     """
-    assert run_code(code, JAX_PLATFORMS="").strip() == "cpu"
+    assert run_code(code, JAX_PLATFORMS="").split() == ["cpu", "None", "None"]
+    assert run_code(code, JAX_PLATFORMS="cuda,cpu").split() == ["cpu", "cuda,cpu", "cuda,cpu"]
+
+
+@pytest.mark.parametrize("setting", ["pass", "jax.config.update('jax_platforms', 'cpu')"])
+def test_platforms_that_exclude_gpus_are_refused(setting):
+    code = f"""
+        import jax
+        from synkhronos.devices import JAX
+        {setting}
+        try:
+            JAX.open_gpu("0")
+        except RuntimeError as error:
+            print(error)
+    """
+    printed = run_code(code, JAX_PLATFORMS="cpu" if setting == "pass" else "")
+    expected = (
+        "JAX computes on 'cpu' although GPU 0 is visible: JAX_PLATFORMS is 'cpu': remove it, or pass use_gpu=False"
+    )
+    assert printed.strip() == expected
 
 
 @pytest.mark.parametrize("before", [None, "1,0"])
