@@ -54,8 +54,9 @@ from synkhronos.ranks.thread_limit import ThreadLimit
 #: Seconds for which an interrupted master waits for the workers.
 _INTERRUPTED_GRACE_SECONDS = GRACE_SECONDS / 4
 _NESTED_CALL = (
-    "this call was made from inside another call (a signal handler, a finalizer, or an operation's own code): make it "
-    "after that call has returned.  A handler can set a flag, which the program checks between calls"
+    "this call was made from inside another call (a signal handler, a finalizer, a program of synkhronos.run(), or an "
+    "operation's own code): make it after that call has returned.  A handler can set a flag, which the program checks "
+    "between calls; a program of synkhronos.run() uses the methods of its first argument"
 )
 
 

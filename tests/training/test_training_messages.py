@@ -54,7 +54,9 @@ OPTIONS = {
     "shard_optimizer, lamb": (lamb, {"shard_optimizer": True}, "shard_optimizer"),
     "a rule, a name": ("adam", {}, "update_rule"),
     "a rule, another function": (lambda *_, **__: None, {}, "update_rule"),
+    "a rule, a function without a weight": (lambda loss_or_grads, params, learning_rate: {}, {}, "update_rule"),
     "learning_rate, a word": (sgd, {"learning_rate": "fast"}, "learning_rate"),
+    "momentum, NaN": (momentum, {"momentum": float("nan")}, "momentum"),
     "momentum, a word": (momentum, {"momentum": "0.9"}, "momentum"),
     "momentum, a flag": (momentum, {"momentum": True}, "momentum"),
     "weight_decay, a word": (adamw, {"weight_decay": "no"}, "weight_decay"),
@@ -135,6 +137,15 @@ def test_training_function_refuses_wrong_options(name, model):
     rule, options, fault = OPTIONS[name]
     with raises((TypeError, ValueError), fault):
         make_train_function(*model, rule, **{"learning_rate": 0.1, **options})
+
+
+def test_training_function_refuses_wrong_losses_and_shapes_of_updates(model):
+    loss, (w,), x, y = model
+    with raises(TypeError, "loss"):
+        make_train_function(tensor.cast(loss, "int64"), [w], x, y, sgd, learning_rate=0.1)
+    average = shared(np.zeros(3), "average")
+    with raises(TypeError, "average"):
+        make_train_function(*model, sgd, learning_rate=0.1, extra_updates=[(average, x.mean())])
 
 
 def test_serial_training_function_names_options_of_training_functions(model):

@@ -63,6 +63,8 @@ def parse_extra_updates(
         shared = entry[0]
         if not hasattr(shared, "get_value"):
             raise TypeError(f"extra_updates: expected shared variables, got {shared!r}")
+        if hasattr(entry[1], "owner") and getattr(entry[1], "ndim", None) != getattr(shared, "ndim", None):
+            raise TypeError(f"extra_updates: {shared.name!r} of type {shared.type} can't take {entry[1]!r}")
         if id(shared) in rule_ids:
             raise ValueError(f"extra_updates: the update rule has an update of {shared.name!r} already")
         if id(shared) in updated_ids:

@@ -67,6 +67,8 @@ class TrainingGraph:
     ):
         if isinstance(loss, list | tuple):
             raise TypeError("loss: expected a symbolic scalar, got a list")
+        if hasattr(loss, "owner") and not str(getattr(loss, "dtype", "")).startswith("float"):
+            raise TypeError(f"loss: expected a symbolic scalar of floats, got {loss!r} of {loss.type}")
         if not callable(update_rule):
             raise TypeError(
                 "update_rule: expected a rule of synkhronos.training.updates, "
@@ -158,6 +160,11 @@ def _check_update_rule_kwargs(update_rule: UpdateRule, update_rule_kwargs: Mappi
     parameters = inspect.signature(update_rule).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
+    if "weight" not in parameters:
+        raise TypeError(
+            "update_rule: expected a rule of synkhronos.training.updates, or a function that has their arguments "
+            f"loss_or_grads, params and weight, got {get_update_rule_name(update_rule)} of {[*parameters]}"
+        )
     for name in update_rule_kwargs:
         if name not in parameters:
             known = {*parameters, *(option.name for option in fields(StepOptions))} - {name}

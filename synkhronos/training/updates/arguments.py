@@ -55,6 +55,8 @@ def check_scalars(params: Sequence[SharedVariable], **scalars: Any) -> None:
     """Check that each hyperparameter is a number, or a symbolic scalar of the parameters' graph library."""
     for argument, value in scalars.items():
         if is_number(value):
+            if value != value:
+                raise ValueError(f"{argument}: expected a number, got {value}")
             continue
         expected = f"{argument}: expected a number or a symbolic scalar"
         find_library(expected, value, *params)
