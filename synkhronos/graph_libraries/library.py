@@ -294,7 +294,7 @@ class GraphLibrary(ABC):
         An error of the library is raised, or TypeError if a cast would change a number without ``allow_downcast``.
         """
         check_dense(value, "value")
-        if value is None or getattr(value, "dtype", None) == object:
+        if value is None or (isinstance(value, np.ndarray) and value.dtype.hasobject):
             raise TypeError(f"expected numbers, got {'None' if value is None else 'an array of objects'}")
         array = np.asarray(variable_type.filter(value, strict=strict, allow_downcast=allow_downcast))
         if not allow_downcast and getattr(value, "dtype", None) != array.dtype:
