@@ -71,6 +71,16 @@ def test_resume_without_a_checkpoint_starts_anew(tmp_path, two_ranks_per_test):
     assert [report.rows_seen for report in reports] == [ROWS]
 
 
+def test_second_call_that_has_nothing_left_to_train_warns(two_ranks_per_test):
+    model = Model("BSP", rate=1e-300)
+    assert len(list(model.epochs(5, 2))) == 2
+    with pytest.warns(RuntimeWarning, match=r"nothing left to train: the total, epochs=2, includes the 2 of earlier"):
+        assert list(model.epochs(5, 2)) == []
+    assert len(list(model.epochs(5, 9, valid=(X, Y), patience=1))) == 2
+    with pytest.warns(RuntimeWarning, match="nothing left to train: an earlier call has stopped by patience"):
+        assert list(model.epochs(5, 9, valid=(X, Y), patience=1)) == []
+
+
 @pytest.mark.parametrize("name", ["LocalSGD", "EASGD", "GoSGD"][: 1 if XLA else 3])
 def test_resume_of_a_finished_training_trains_nothing(fork, tmp_path, name):
     fork(2)

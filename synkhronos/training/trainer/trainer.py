@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,7 @@ class Trainer:
         batch_size : int
             Number of rows of one rank in a step.  A step of n ranks has n times as many rows.
         epochs : int
-            Total number of epochs, including those before `resume`.
+            Total number of epochs, including those of earlier calls, and those before `resume`.
         seed : int
             Seed of the shuffle.  The order of rows differs between epochs, and does not depend on the number of ranks,
             except for `synkhronos.data_parts`, where it depends on the number of ranks of each host.
@@ -249,6 +250,11 @@ class Trainer:
                 stack.enter_context(StopSignalHandler(grace))
             self._loop = loop
             loop.begin(resume)
+            if resume is None and loop.is_over():
+                reason = f"the total, epochs={loop.n_epochs}, includes the {loop.position.epoch} of earlier calls"
+                if loop.is_patience_exhausted():
+                    reason = "an earlier call has stopped by patience"
+                warnings.warn(f"Trainer.epochs() has nothing left to train: {reason}", RuntimeWarning, stacklevel=2)
             stack.enter_context(loop.death_policy.enable_recovery())
             yield from loop.iterate_reports()
             if checkpoints is not None and get_requested_stop():
