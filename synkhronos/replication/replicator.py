@@ -134,7 +134,9 @@ class Replicator:
             if makes_ranks_differ:
                 self._unobserved[shared] = True
 
-    def warn_of_master_values(self, name: str, read: Container[Any], written: Container[Any]) -> None:
+    def warn_of_master_values(
+        self, name: str, read: Container[Any], written: Container[Any], stacklevel: int = 5
+    ) -> None:
         """Warn, once for each, of variables that a function reads on all ranks and the user has set on the master."""
         session = self._session()
         assert session is not None
@@ -152,7 +154,7 @@ class Replicator:
                     "alone: synkhronos.broadcast() sends the value to all ranks; where ranks should differ, use "
                     "synkhronos.set_value() instead",
                     RuntimeWarning,
-                    stacklevel=5,
+                    stacklevel=stacklevel,
                 )
 
     def get_key(self, shared: SharedVariable) -> tuple[str, int] | None:

@@ -8,7 +8,8 @@ from library import fork_ranks, shared
 from library import tensor as T
 
 import synkhronos as synk
-from synkhronos.training import make_train_function
+from synkhronos import exchange_rules
+from synkhronos.training import make_train_function, make_trainer
 from synkhronos.training.updates import sgd
 
 X = np.ones((4, 3))
@@ -94,6 +95,23 @@ def test_training_step_warns(two_ranks):
     w.set_value(np.zeros(3))
     (text,) = list_warnings(train.steps, X, np.ones(4), batches=[[0, 1], [2, 3]])
     assert "'w'" in text
+
+
+def test_trainer_of_local_steps_warns(two_ranks):
+    w, x, y = shared(np.ones(3), "w"), T.dmatrix("x"), T.dvector("y")
+    loss = ((x.dot(w) - y) ** 2).mean()
+    trainer = make_trainer(loss, [w], x, y, sgd, rule=exchange_rules.LocalSGD(), learning_rate=0.1)
+
+    def train(n_epochs):
+        for _ in trainer.epochs(X, np.ones(4), 1, n_epochs):
+            pass
+
+    train(1)
+    w.set_value(np.zeros(3))
+    with pytest.warns(RuntimeWarning, match="'w', .* on rank 0 alone") as caught:
+        train(2)
+    assert caught[0].filename == __file__
+    assert list_warnings(train, 3) == []
 
 
 def restore(w, f):

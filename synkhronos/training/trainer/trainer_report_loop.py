@@ -27,6 +27,7 @@ from synkhronos.loading import Loader, LoadError
 from synkhronos.loading.loader import LoaderRows, record_position
 from synkhronos.programs import run
 from synkhronos.ranks import WorkerError
+from synkhronos.replication.replicator import Replicator
 from synkhronos.training import schedules
 from synkhronos.training.checkpoints import rank_state
 from synkhronos.training.checkpoints.checkpoint_folder import CheckpointFolder
@@ -94,6 +95,12 @@ class TrainerReportLoop(ReportLoop):
         model, checkpoints, state = self.model, self.checkpoints, self.model.state
         self.session = ranks.get_session()
         state.reset_if_session_is_new(self.session, model)
+        if not state.spec.is_joint:  # else each step warns
+            with self.session.call_lock:
+                self.session.begin_call()
+                Replicator.get_or_create(self.session).warn_of_master_values(
+                    "Trainer.epochs()", {*state.variables.exchanged, *state.variables.whole_optimizer}, (), stacklevel=4
+                )
         self.batch_counts = make_data(shape=(self.session.size + 1,), dtype="int64")
         self.data.allocate_row_order()
         if resume == "latest":
