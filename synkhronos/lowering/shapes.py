@@ -69,29 +69,29 @@ def register_shape_lowerings() -> None:
     jax_funcify.register(ScalarOp)(_name_missing_function(jax_funcify.dispatch(ScalarOp)))
     jax_funcify.register(object)(_refuse_op)
     jax_funcify.register(Elemwise)(_widen_integers(jax_funcify.dispatch(Elemwise)))
-    for base in (Subtensor, AdvancedSubtensor, IncSubtensor, AdvancedIncSubtensor):
-        jax_funcify.register(base)(_allow_traced_bounds(jax_funcify.dispatch(base)))
-    for base, to_numpy in (
+    for op_class in (Subtensor, AdvancedSubtensor, IncSubtensor, AdvancedIncSubtensor):
+        jax_funcify.register(op_class)(_allow_traced_bounds(jax_funcify.dispatch(op_class)))
+    for op_class, make_numpy_function in (
         # Elemwise requests its scalar Op's lowering with its own node.
         (ScalarOp, lambda op, node: to_python_function(op) if node.op is op else None),
-        (Elemwise, _elemwise_to_numpy),
-        (CAReduce, _reduction_to_numpy),
+        (Elemwise, _make_numpy_elemwise),
+        (CAReduce, _make_numpy_reduction),
         (MakeVector, lambda op, node: lambda *x: np.array(x, op.dtype)),
         (ScalarFromTensor, lambda op, node: lambda x: x),
         (TensorFromScalar, lambda op, node: lambda x: x),
         (DimShuffle, lambda op, node: lambda x: np.reshape(x, (-1,) if node.outputs[0].type.ndim else ())),
         (Subtensor, lambda op, node: lambda *x: np.asarray(x[0])[split_indexing(op, x)[1]]),
-        (IncSubtensor, _update_to_numpy),
-        (Join, _join_to_numpy),
+        (IncSubtensor, _make_numpy_update),
+        (Join, _make_numpy_join),
     ):
         # Subclasses may have lowerings of their own.
-        for op in [registered for registered in jax_funcify.registry if issubclass(registered, base)]:
-            jax_funcify.register(op)(_prefer_numpy(jax_funcify.dispatch(op), to_numpy))
+        for op in [registered for registered in jax_funcify.registry if issubclass(registered, op_class)]:
+            jax_funcify.register(op)(_prefer_numpy(jax_funcify.dispatch(op), make_numpy_function))
     jax_funcify.register(Scan)(_expand_sequences(jax_funcify.dispatch(Scan)))
-    for base in (Alloc, AllocEmpty, Bartlett, Eye, Repeat, Scan):
-        jax_funcify.register(base)(_require_known_shape(jax_funcify.dispatch(base)))
-    for base in (Nonzero, Unique):
-        jax_funcify.register(base)(_refuse_unknown_shape)
+    for op_class in (Alloc, AllocEmpty, Bartlett, Eye, Repeat, Scan):
+        jax_funcify.register(op_class)(_require_known_shape(jax_funcify.dispatch(op_class)))
+    for op_class in (Nonzero, Unique):
+        jax_funcify.register(op_class)(_refuse_unknown_shape)
     jax_funcify.register(IfElse)(_keep_common_lengths(jax_funcify.dispatch(IfElse)))
     jax_funcify.register(Reshape)(_lower_reshape)
     jax_funcify.register(ARange)(_lower_arange)
@@ -144,7 +144,7 @@ def _lower_prod_without_zeros(op: ProdWithoutZeros, **kwargs: Any) -> ArrayFunct
 
 
 def _prefer_numpy(
-    lowering: Callable[..., Any], to_numpy: Callable[[Any, Any], ArrayFunction | None]
+    lowering: Callable[..., Any], make_numpy_function: Callable[[Any, Any], ArrayFunction | None]
 ) -> Callable[..., Any]:
     """Wrap a lowering: compute with NumPy if all inputs are known and the outputs may be shapes."""
 
@@ -152,7 +152,7 @@ def _prefer_numpy(
         default = lowering(op, node=node, **kwargs)
         if node is None or not _may_be_shapes(node.outputs):
             return default
-        compute = to_numpy(op, node)
+        compute = make_numpy_function(op, node)
         if compute is None:
             return default
 
@@ -172,8 +172,8 @@ def _prefer_numpy(
 def _may_be_shapes(variables: Sequence[Variable]) -> bool:
     """Whether all variables are scalars or vectors, and some of them integers."""
     dtypes = [getattr(v.type, "dtype", "") for v in variables]
-    small = all(getattr(v.type, "ndim", 0) <= 1 for v in variables)
-    return small and any(dtype == "bool" or "int" in dtype for dtype in dtypes)
+    are_small = all(getattr(v.type, "ndim", 0) <= 1 for v in variables)
+    return are_small and any(dtype == "bool" or "int" in dtype for dtype in dtypes)
 
 
 def _is_known(value: object) -> bool:
@@ -202,17 +202,17 @@ def _to_number_or_array(value: object) -> Any:
     return array if array.ndim else array.item()
 
 
-# -- Ops on integers, as NumPy functions ----------------------------------------------------------------------------
+# -- NumPy functions that compute Ops on integers ----------------------------------------------------------------------
 
 
-def _elemwise_to_numpy(op: Op, node: Node) -> ArrayFunction:
+def _make_numpy_elemwise(op: Op, node: Node) -> ArrayFunction:
     if not any(v.type.ndim for v in node.inputs):
         # A fused expression of lengths may have more operands than a NumPy ufunc accepts.
         return to_python_function(op.scalar_op)
     return np.vectorize(to_python_function(op.scalar_op), otypes=[v.type.dtype for v in node.outputs])
 
 
-def _reduction_to_numpy(op: Op, node: Node) -> ArrayFunction | None:
+def _make_numpy_reduction(op: Op, node: Node) -> ArrayFunction | None:
     functions: dict[type, ArrayFunction] = {
         Add: np.sum,
         Mul: np.prod,
@@ -224,7 +224,7 @@ def _reduction_to_numpy(op: Op, node: Node) -> ArrayFunction | None:
     return functions.get(type(op.scalar_op))
 
 
-def _update_to_numpy(op: Op, node: Node) -> ArrayFunction:
+def _make_numpy_update(op: Op, node: Node) -> ArrayFunction:
     def update(*inputs: Any) -> Any:
         (x, y), indices = split_indexing(op, inputs)
         result = np.array(x)
@@ -234,7 +234,7 @@ def _update_to_numpy(op: Op, node: Node) -> ArrayFunction:
     return update
 
 
-def _join_to_numpy(op: Op, node: Node) -> ArrayFunction:
+def _make_numpy_join(op: Op, node: Node) -> ArrayFunction:
     # The first input is the axis; in newer PyTensor it is an attribute.  A shape has only one.
     first = 0 if hasattr(op, "axis") else 1
     return lambda *x: np.concatenate([np.atleast_1d(part) for part in x[first:]])
@@ -274,13 +274,13 @@ def _keep_common_lengths(lowering: Callable[..., Any]) -> Callable[..., Any]:
 
         def run(condition: Any, *branches: Any) -> Any:
             pairs = list(zip(branches[: op.n_outs], branches[op.n_outs :], strict=True))
-            common = [_is_known(pair) and np.array_equal(*pair) for pair in pairs]
-            if not any(common):
+            are_common = [_is_known(pair) and np.array_equal(*pair) for pair in pairs]
+            if not any(are_common):
                 return default(condition, *branches)
             if op.n_outs == 1:
                 return pairs[0][0]
             results = default(condition, *branches)
-            return [pair[0] if same else result for pair, same, result in zip(pairs, common, results, strict=True)]
+            return [pair[0] if same else result for pair, same, result in zip(pairs, are_common, results, strict=True)]
 
         return run
 
@@ -330,8 +330,9 @@ def _allow_computed_size(lowering: Callable[..., Any]) -> Callable[..., Any]:
     def funcify(op: Op, node: Node = None, **kwargs: Any) -> ArrayFunction:
         rng, size, *parameters = node.inputs
         # PyTensor's lowering rejects some sizes because of their Op, so it gets a size without an owner.
-        free = size if isinstance(size, Constant) else size.type()
-        draw = lowering(op, node=Apply(op, [rng, free, *parameters], [o.type() for o in node.outputs]), **kwargs)
+        new_size = size if isinstance(size, Constant) else size.type()
+        new_node = Apply(op, [rng, new_size, *parameters], [output.type() for output in node.outputs])
+        draw = lowering(op, node=new_node, **kwargs)
 
         def run(rng: Any, size: Any, *parameters: Any) -> Any:
             if size is not None and not isinstance(size_variable := node.inputs[1], Constant):
@@ -417,13 +418,14 @@ def _index_with_lengths(
         # A boolean mask indexes one axis for each of its own.
         axis = sum(np.ndim(i) if str(getattr(i, "dtype", "")) == "bool" else 1 for i in before)
         slices.append((axis, indices[position], int(length)))
-    rest = tuple(slice(None) if i in positions else index for i, index in enumerate(indices))
+    other_indices = tuple(slice(None) if i in positions else index for i, index in enumerate(indices))
 
     def index_slices(x: Array, slices: Sequence[Any]) -> Any:
         if not slices:
             if len(operands) == 1:
-                return x[rest]
-            return x.at[rest].set(operands[1]) if op.set_instead_of_inc else x.at[rest].add(operands[1])
+                return x[other_indices]
+            selected = x.at[other_indices]
+            return selected.set(operands[1]) if op.set_instead_of_inc else selected.add(operands[1])
         (axis, index, length), *others = slices
         element_positions, matches_length = _find_element_positions(index, x.shape[axis], length)
         chunk = _take_elements(x, element_positions, length, axis)
@@ -509,9 +511,9 @@ def _expand_sequences(lowering: Callable[..., Any]) -> Callable[..., Any]:
 
     def funcify(op: Op, node: Node = None, **kwargs: Any) -> ArrayFunction:
         outer_sequences, inner_sequences = op.outer_seqs(node.inputs), op.inner_seqs(op.fgraph.inputs)
-        saved = dict(_sequence_polynomials)
+        outer_polynomials = dict(_sequence_polynomials)
         _sequence_polynomials.update(
-            (inner, to_polynomial(outer, saved))
+            (inner, to_polynomial(outer, outer_polynomials))
             for outer, inner in zip(outer_sequences, inner_sequences, strict=True)
             if "int" in getattr(outer.type, "dtype", "")
         )
@@ -519,7 +521,7 @@ def _expand_sequences(lowering: Callable[..., Any]) -> Callable[..., Any]:
             compute: ArrayFunction = lowering(op, node=node, **kwargs)
         finally:
             _sequence_polynomials.clear()
-            _sequence_polynomials.update(saved)
+            _sequence_polynomials.update(outer_polynomials)
         return compute
 
     return funcify
