@@ -33,13 +33,22 @@ from synkhronos.lowering.numpy_op import NumpyOp, register_lowering
 
 
 class _BatchNorm(NumpyOp):
-    """Base class of batch normalization and its gradient."""
+    """Base class of batch normalization and its gradients.
 
+    Parameters
+    ----------
+    axes : sequence of int
+        Normalized axes, over which mean and variance are computed.
+    """
+
+    __props__: tuple[str, ...] = ("axes",)
     #: One kernel writes the first output; read by `synkhronos.lowering.precision`.
     is_single_kernel = True
     #: Positions of inputs that may be rounded; read by the same module.
     bfloat16_inputs: tuple[int, ...]
-    axes: tuple[int, ...]
+
+    def __init__(self, axes: Sequence[int]):
+        self.axes = tuple(sorted(int(a) for a in axes))
 
     def get_statistics_shape(self, shape: Sequence[Any]) -> tuple[Any, ...]:
         """Return the shape of statistics: 1 on the axes that are reduced."""
@@ -71,7 +80,6 @@ class BatchNormTrain(_BatchNorm):
     Parameters
     ----------
     axes : sequence of int
-        Axes of mean and variance.
     epsilon : float
         Added to the variance: ``invstd`` is ``1 / sqrt(variance + epsilon)``.
 
@@ -87,7 +95,7 @@ class BatchNormTrain(_BatchNorm):
     bfloat16_inputs = (0,)
 
     def __init__(self, axes: Sequence[int], epsilon: float):
-        self.axes = tuple(sorted(int(a) for a in axes))
+        super().__init__(axes)
         self.epsilon = float(epsilon)
 
     def make_node(self, x: Any, scale: Any, shift: Any) -> Apply:
@@ -152,18 +160,9 @@ class BatchNormTrain(_BatchNorm):
 
 
 class BatchNormTrainGrad(_BatchNorm):
-    """Gradient of `BatchNormTrain`'s first output.  Inputs: x, dy, scale, mean, invstd.  Outputs: dx, dscale, dshift.
+    """Gradient of `BatchNormTrain`: from x, dy, scale, mean and invstd to dx, dscale and dshift."""
 
-    Parameters
-    ----------
-    axes : sequence of int
-    """
-
-    __props__ = ("axes",)
     bfloat16_inputs = (0, 1)
-
-    def __init__(self, axes: Sequence[int]):
-        self.axes = tuple(sorted(int(a) for a in axes))
 
     def make_node(self, x: Any, dy: Any, scale: Any, mean: Any, invstd: Any) -> Apply:
         """Return the node of the array, the output's gradient, the scale and the statistics."""
@@ -205,11 +204,7 @@ class RectifiedBatchNormTrainGrad(_BatchNorm):
     write a gradient with zeros where y is negative.
     """
 
-    __props__ = ("axes",)
     bfloat16_inputs = (0, 1)
-
-    def __init__(self, axes: Sequence[int]):
-        self.axes = tuple(axes)
 
     def make_node(self, x: Any, dy: Any, scale: Any, mean: Any, invstd: Any, shift: Any) -> Apply:
         """Return the node of `BatchNormTrainGrad`'s inputs and the shift."""
