@@ -41,22 +41,22 @@ class LocalFunction:
         ndarray, or list of ndarray
             The output if there is exactly one, else a list.
         """
-        values = self.read(self.launch(*inputs))
-        return values[0] if len(values) == 1 else values
+        outputs = self.wait_for_outputs(self.launch(*inputs))
+        return outputs[0] if len(outputs) == 1 else outputs
 
     def launch(self, *inputs: Any) -> list[Any]:
-        """Launch the function on this rank and return pending outputs; `read` waits for them."""
+        """Launch the function on this rank and return pending outputs; `wait_for_outputs` waits for them."""
         self._peers.report_progress()
-        return self._launch(self._get_runner(), inputs)
+        return self._launch(self._get_or_compile_runner(), inputs)
 
     def launch_many(self, n_repeats: int, *inputs: Any) -> list[Any] | None:
         """Run the function ``n_repeats`` times in one launch, each time on another of equal blocks of the inputs' rows.
 
-        Return pending values of the first output in all runs, then of the second, and so on; `read` waits for
-        them.  Return None if the function is not compiled by XLA, or if an output is not a scalar.
+        Return pending outputs for `wait_for_outputs`: the first output in all runs, then the second, and so on.  Return
+        None if the function is not compiled by XLA, or if an output is not a scalar.
         """
         self._peers.report_progress()
-        repeated = self._get_runner().get_repeated(n_repeats)
+        repeated = self._get_or_compile_runner().get_repeated(n_repeats)
         return None if repeated is None else self._launch(repeated, inputs)
 
     @property
@@ -64,12 +64,13 @@ class LocalFunction:
         """Maximal ``n_repeats`` of `launch_many`."""
         return self._computation.engine.get_max_repeats()
 
-    def read(self, values: Sequence[Any]) -> list[np.ndarray]:
-        """Wait for outputs of `launch` or `launch_many` and return them as NumPy arrays."""
-        return [find_device(v).to_numpy(v) for v in self._computation.engine.fetch_outputs(values)]
+    def wait_for_outputs(self, pending_outputs: Sequence[Any]) -> list[np.ndarray]:
+        """Wait for outputs of `launch` or `launch_many`, and return them as NumPy arrays."""
+        outputs = self._computation.engine.fetch_outputs(pending_outputs)
+        return [find_device(output).to_numpy(output) for output in outputs]
 
-    def _get_runner(self) -> Runner:
-        """Return the function's runner; the first call compiles the function."""
+    def _get_or_compile_runner(self) -> Runner:
+        """Return the function's runner; raise RuntimeError if the graph has means over ranks."""
         compiled = self._computation.get_or_compile(DEFAULT_VARIANT)
         if compiled.n_rank_means:
             # Raised before the launch: after an error in a callback, JAX on a GPU fails in all later launches.
@@ -82,12 +83,12 @@ class LocalFunction:
             raise TypeError(f"{computation.name} takes {len(computation.inputs)} inputs, got {len(inputs)}")
         devices, values = computation.choose_input_devices(runner), []
         for position, (spec, device, value) in enumerate(zip(computation.inputs, devices, inputs, strict=True)):
-            input_type = spec.variable.type
-            if isinstance(value, LocalRows) and (value.dtype, value.ndim) == (input_type.dtype, input_type.ndim):
+            variable_type = spec.variable.type
+            if isinstance(value, LocalRows) and (value.dtype, value.ndim) == (variable_type.dtype, variable_type.ndim):
                 loaded = value.stage_input(device, computation.buffers[position], spec.mutable)
             else:
                 value = np.asarray(value) if isinstance(value, LocalRows) else value
-                loaded = computation.library.filter(input_type, value, spec.strict, spec.allow_downcast)
+                loaded = computation.library.filter(variable_type, value, spec.strict, spec.allow_downcast)
                 loaded = loaded if device is NUMPY else device.from_numpy(loaded)
             values.append(loaded)
         return runner(*values)

@@ -114,7 +114,7 @@ def test_functions_compiled_at_the_first_call_are_fused_later(toy, fork, monkeyp
 
 def launch_six_times(context, f, x):
     """Run a function six times in three launches."""
-    return [float(v) for _ in range(3) for v in f.read(f.launch_many(2, x))], f.max_repeats
+    return [float(v) for _ in range(3) for v in f.wait_for_outputs(f.launch_many(2, x))], f.max_repeats
 
 
 def test_run_programs_launch_many_times_on_a_toy_engine(toy, two_ranks_per_test):

@@ -189,7 +189,9 @@ def step_on_own_rows(context, step, w, rows):
 def launch_many_steps(context, step, w, rows, times):
     """Return the losses of `times` steps in one launch, None if unsupported, and the parameters."""
     losses = step.launch_many(times, rows[[i % len(rows) for i in range(times)]])
-    return None if losses is None else [float(loss) for loss in step.read(losses)], np.asarray(w.get_value()).tolist()
+    return None if losses is None else [float(loss) for loss in step.wait_for_outputs(losses)], np.asarray(
+        w.get_value()
+    ).tolist()
 
 
 def get_share_of_rows(context, count, epoch, seed):

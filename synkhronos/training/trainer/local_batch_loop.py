@@ -147,7 +147,7 @@ class LocalBatchLoop(TrainerBatchLoop):
         """Return the sum of the weights of this rank's steps since the last exchange."""
         if not self._unexchanged_weights:
             return 0.0
-        return float(np.sum(self._step.read(self._unexchanged_weights), dtype=np.float64))
+        return float(np.sum(self._step.wait_for_outputs(self._unexchanged_weights), dtype=np.float64))
 
     def take_steps(self, rows: list[Any]) -> list[tuple[Any, Any]]:
         """Take a step per batch, in one launch if possible."""
