@@ -70,7 +70,7 @@ class LocalBatchLoop(TrainerBatchLoop):
         storage = context.get_persistent_dict(spec.name)
         state: ExchangeState = storage["state"]
         launch_shapes = storage.setdefault("launch_shapes", set())
-        reader = make_loss_reader(step.read, plan.has_loss_weight)
+        reader = make_loss_reader(step.wait_for_outputs, plan.has_loss_weight)
         meter = Meter(context.number, plan.recorders, reader, launch_shapes, state.step, lambda: context.wait_seconds)
         super().__init__(plan, source, meter, plan.batch_size, context.is_master)
         self.context, self.exchange_rule, self.state, self.on_poll = (
