@@ -113,42 +113,51 @@ class Dispatcher:
         """Return the variant for the options of a call; raise TypeError or ValueError for invalid ones."""
         if batch_s is None and output_subset is None and type(num_slices) is int and num_slices == 1:
             return DEFAULT_VARIANT
-        computation = self.computation
         num_slices = check_at_least(num_slices, "num_slices", 1)
         if num_slices > 1:
-            if not computation.n_scattered and not computation.sliceable_shareds:
-                raise ValueError(
-                    f"num_slices={num_slices}: {computation.name} has no scattered inputs and no sliceable_shareds "
-                    "to divide"
-                )
-            for shared, op in computation.list_accumulated_updates():
-                if not computation.library.is_array(shared):
-                    if op.name is not None:
-                        raise TypeError(
-                            f"num_slices={num_slices}: the update of {shared.name!r} of type {shared.type} can't be "
-                            "accumulated; give it the op None, which keeps the value of the last slice"
-                        )
-                elif op.name is not None and not op.reduce_op.can_reduce(np.dtype(shared.type.dtype)):
-                    raise ValueError(
-                        f"num_slices={num_slices}: op {op.full_name!r} of the update of {shared.name!r} is not defined "
-                        f"for dtype {shared.type.dtype}; give the update another op"
+            self._check_slicing(num_slices)
+        row_selector = self._choose_row_selector(batch_s, num_slices)
+        return Variant(row_selector, num_slices > 1, self._parse_output_subset(output_subset))
+
+    def _check_slicing(self, num_slices: int) -> None:
+        """Raise TypeError or ValueError if the function can't be computed in slices."""
+        computation = self.computation
+        if not computation.n_scattered and not computation.sliceable_shareds:
+            raise ValueError(
+                f"num_slices={num_slices}: {computation.name} has no scattered inputs and no sliceable_shareds "
+                "to divide"
+            )
+        for shared, op in computation.list_accumulated_updates():
+            if not computation.library.is_array(shared):
+                if op.name is not None:
+                    raise TypeError(
+                        f"num_slices={num_slices}: the update of {shared.name!r} of type {shared.type} can't be "
+                        "accumulated; give it the op None, which keeps the value of the last slice"
                     )
-        row_selector = None
+            elif op.name is not None and not op.reduce_op.can_reduce(np.dtype(shared.type.dtype)):
+                raise ValueError(
+                    f"num_slices={num_slices}: op {op.full_name!r} of the update of {shared.name!r} is not defined "
+                    f"for dtype {shared.type.dtype}; give the update another op"
+                )
+
+    def _choose_row_selector(self, batch_s: Any, num_slices: int) -> RowSelector | None:
+        """Return the kind of the inputs that select rows of sliceable shared variables; None for all rows."""
+        computation = self.computation
         if batch_s is not None and not computation.sliceable_shareds:
             raise ValueError(f"batch_s: {computation.name} was made without sliceable_shareds")
-        if computation.sliceable_shareds and (batch_s is not None or num_slices > 1):
-            for shared in computation.sliceable_shareds:
-                if any(shared is updated for updated, _ in computation.updates + computation.default_updates):
-                    argument = "num_slices" if batch_s is None else "batch_s"
-                    raise ValueError(
-                        f"{argument}: {computation.name} updates {shared.name!r}, which is one of its "
-                        "sliceable_shareds: the update would replace all rows by values of the selected rows; update "
-                        "another variable, or leave this one out of sliceable_shareds"
-                    )
-            is_contiguous = batch_s is None or has_only_contiguous_slices(batch_s)
-            can_slice = is_contiguous and not computation.engine.requires_static_shapes
-            row_selector = RowSelector.SLICE if can_slice else RowSelector.INDEXES
-        return Variant(row_selector, bool(num_slices > 1), self._parse_output_subset(output_subset))
+        if not computation.sliceable_shareds or (batch_s is None and num_slices == 1):
+            return None
+        for shared in computation.sliceable_shareds:
+            if any(shared is updated for updated, _ in computation.updates + computation.default_updates):
+                argument = "num_slices" if batch_s is None else "batch_s"
+                raise ValueError(
+                    f"{argument}: {computation.name} updates {shared.name!r}, which is one of its "
+                    "sliceable_shareds: the update would replace all rows by values of the selected rows; update "
+                    "another variable, or leave this one out of sliceable_shareds"
+                )
+        is_contiguous = batch_s is None or has_only_contiguous_slices(batch_s)
+        can_slice = is_contiguous and not computation.engine.requires_static_shapes
+        return RowSelector.SLICE if can_slice else RowSelector.INDEXES
 
     def _parse_output_subset(self, output_subset: Any) -> tuple[int, ...] | None:
         """Return the indexes of the selected outputs; None if all are."""
