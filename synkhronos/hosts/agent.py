@@ -37,7 +37,7 @@ import numpy as np
 from synkhronos.hosts.host_list import compute_ranks_by_host, describe_host
 from synkhronos.hosts.messenger import CHUNK_NBYTES, MAX_UNSENT_MESSAGES, MessageType, Messenger
 from synkhronos.hosts.page_table import PAGE_NBYTES, PageTable, find_pages, view_pages
-from synkhronos.hosts.pipes import FAILURE_NBYTES, FrameTransport, LinkMemory
+from synkhronos.hosts.pipes import MAX_FAILURE_NBYTES, FrameTransport, LinkMemory
 from synkhronos.hosts.program_agent import ProgramAgent
 from synkhronos.ranks.agreement import BarrierTally, record_last_common_barrier
 from synkhronos.ranks.control_memory import (
@@ -323,8 +323,8 @@ class Agent:
                     self._exit_alone()
                 ranks, name = self._ranks_by_host[host], self._host_names[host]
                 death = Death(ranks.start, name, 0, f"has sent no message for {timeout:g} seconds")
-                message = f"no message from {describe_host(name, ranks)} has arrived for {timeout:g} seconds"
-                self._report_failure(message, ranks.start, death)
+                description = f"no message from {describe_host(name, ranks)} has arrived for {timeout:g} seconds"
+                self._report_failure(description, ranks.start, death)
         dead = self._workers.reap()
         if dead is not None:
             rank, pid, code = dead
@@ -429,15 +429,15 @@ class Agent:
 
     # -- failures and exit -------------------------------------------------------------------------------------------
 
-    def _report_failure(self, message: str, rank: int, death: Death | None = None) -> None:
+    def _report_failure(self, description: str, rank: int, death: Death | None = None) -> None:
         """Report the first failure to the master, by the fields of `SessionFailure`.
 
         Later failures are not reported, since they may be its consequences.
         """
         if self._control.words[ControlMemory.FAILURE_NBYTES]:
             return
-        content = json.dumps([message[: FAILURE_NBYTES // 8], rank, death]).encode()
-        self._link_memory.failure_message[: len(content)] = content
+        content = json.dumps([description[: MAX_FAILURE_NBYTES // 8], rank, death]).encode()
+        self._link_memory.failure_json[: len(content)] = content
         self._control.words[ControlMemory.FAILURE_NBYTES] = len(content)
         self._control.wake_all_ranks()
         with contextlib.suppress(ProcessLookupError):
@@ -452,8 +452,8 @@ class Agent:
 def _open_user_file(path: str, nbytes: int) -> io.FileIO:
     """Open a user's file that the master has opened, and check that its size is equal on this host."""
     file = io.FileIO(path)
-    size = os.fstat(file.fileno()).st_size
-    if size != nbytes:
+    own_nbytes = os.fstat(file.fileno()).st_size
+    if own_nbytes != nbytes:
         file.close()
-        raise OSError(f"{path} has {size:,} bytes here, and {nbytes:,} on the master's host")
+        raise OSError(f"{path} has {own_nbytes:,} bytes here, and {nbytes:,} on the master's host")
     return file

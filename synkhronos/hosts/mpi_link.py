@@ -290,7 +290,7 @@ class MpiLink(Link):
             return None
         length = self._control.words[ControlMemory.FAILURE_NBYTES]
         if length:
-            description, rank, death = json.loads(bytes(self._link_memory.failure_message[:length]))
+            description, rank, death = json.loads(bytes(self._link_memory.failure_json[:length]))
             if death is not None:
                 death = Death(*death)
                 if not death.pid:  # a host has failed

@@ -20,8 +20,8 @@ from synkhronos.ranks.control_memory import AWAITS_BARRIER, SCRATCH_NBYTES, Cont
 FRAME_NBYTES = SCRATCH_NBYTES
 #: Number of frames in a pipe.
 N_FRAMES = 8
-#: Maximal number of bytes of an agent's failure message.
-FAILURE_NBYTES = 4096
+#: Maximal number of bytes of a failure that an agent reports, as JSON.
+MAX_FAILURE_NBYTES = 4096
 #: Number of low bits of a counter that count frames; the high bits are the number of the command.
 COUNT_BITS = 32
 
@@ -32,14 +32,14 @@ LOCAL_STREAM = 4
 
 
 class LinkMemory:
-    """Memory views of the link's part of the control memory: the agent's failure message, words, and frames."""
+    """Memory views of the link's part of the control memory: the failure that the agent reports, words, and frames."""
 
     def __init__(self, control: ControlMemory):
         n_local = len(control.local_ranks)
         memory = control.link_memory
-        words = memory[FAILURE_NBYTES : FAILURE_NBYTES + _compute_words_nbytes(n_local)].cast("Q")
+        words = memory[MAX_FAILURE_NBYTES : MAX_FAILURE_NBYTES + _compute_words_nbytes(n_local)].cast("Q")
         #: Fields of the `SessionFailure` that the agent reports, as JSON.
-        self.failure_message = memory[:FAILURE_NBYTES]
+        self.failure_json = memory[:MAX_FAILURE_NBYTES]
         #: One word: the number of hosts after this one in the chain.
         self.n_next_hosts = words[:1]
         #: Number of frames that the agent has sent or received, by pipe.
@@ -50,12 +50,12 @@ class LinkMemory:
         #: Number of frames that each rank has processed, by pipe and for `LOCAL_STREAM`.
         self.n_processed = [processed[i * n_local : (i + 1) * n_local] for i in range(5)]
         self._memory = memory
-        self._frames_offset = FAILURE_NBYTES + _compute_words_nbytes(n_local)
+        self._frames_offset = MAX_FAILURE_NBYTES + _compute_words_nbytes(n_local)
 
     @staticmethod
     def compute_nbytes(n_local: int) -> int:
         """Return the number of bytes of the memory of a host with ``n_local`` ranks."""
-        return FAILURE_NBYTES + _compute_words_nbytes(n_local) + 4 * N_FRAMES * FRAME_NBYTES
+        return MAX_FAILURE_NBYTES + _compute_words_nbytes(n_local) + 4 * N_FRAMES * FRAME_NBYTES
 
     def view_frame(self, pipe: int, frame_number: int) -> memoryview:
         """Return the memory of a frame of a pipe; frames are numbered from 0 in each command."""

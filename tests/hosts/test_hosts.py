@@ -29,7 +29,7 @@ from synkhronos.hosts.messenger import MessageType
 from synkhronos.hosts.mpi_link import MpiLink
 from synkhronos.hosts.mpirun import find_lost_hosts
 from synkhronos.hosts.page_table import PAGE_NBYTES, PageTable, find_pages
-from synkhronos.hosts.pipes import FAILURE_NBYTES, FRAME_NBYTES, N_FRAMES, LinkMemory
+from synkhronos.hosts.pipes import FRAME_NBYTES, MAX_FAILURE_NBYTES, N_FRAMES, LinkMemory
 from synkhronos.hosts.program_agent import ProgramAgent
 from synkhronos.ranks import ArrayLocation, RowAccess
 from synkhronos.ranks.control_memory import ControlMemory
@@ -156,7 +156,7 @@ def test_fork_on_hosts_needs_mpirun(monkeypatch):
 def test_silent_host_is_lost_with_all_its_ranks():
     link = MpiLink([Host("a", 2), Host("b", 1024)], 1.0)
     link.ranks_by_host = [range(2), range(2, 1026)]
-    words, layout = [0] * 64, SimpleNamespace(failure_message=memoryview(bytearray(FAILURE_NBYTES)))
+    words, layout = [0] * 64, SimpleNamespace(failure_json=memoryview(bytearray(MAX_FAILURE_NBYTES)))
     link._control, link._link_memory = mock.Mock(words=words), layout
     agent = Agent.__new__(Agent)
     agent._control, agent._link_memory, agent._config = link._control, layout, {"master": 0}
