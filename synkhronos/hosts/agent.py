@@ -68,7 +68,7 @@ _HEARTBEAT_SECONDS = 0.2
 #: Seconds between two checks that the workers are alive.
 _CHECK_SECONDS = 0.02
 #: Seconds without an event up to which an agent polls without sleeping.
-_POLL_SECONDS = 1e-3
+_BUSY_POLL_SECONDS = 1e-3
 #: Seconds without an event up to which an agent's sleeps are short.  Later sleeps last a hundredth of the time without
 #: an event.
 _SHORT_SLEEP_SECONDS = 0.05
@@ -165,7 +165,7 @@ class Agent:
                 continue
             idle_seconds = now - last_event
             # While frames are in transit, the agent sleeps briefly.  Ranks may need the core, and more frames follow.
-            if idle_seconds < _POLL_SECONDS and has_cores and not self._frame_transport.has_transfers:
+            if idle_seconds < _BUSY_POLL_SECONDS and has_cores and not self._frame_transport.has_transfers:
                 os.sched_yield()
             elif idle_seconds < _SHORT_SLEEP_SECONDS or self._program_agent.has_unfinished_work:
                 time.sleep(_MIN_SLEEP_SECONDS)

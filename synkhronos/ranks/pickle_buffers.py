@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 #: Alignment of each buffer, in bytes.
 _ALIGNMENT = 64
-_WORD = 8
+_WORD_NBYTES = 8
 
 
 def measure_buffers(buffers: Sequence[memoryview]) -> int:
@@ -30,14 +30,14 @@ def write_buffers(buffers: Sequence[memoryview], memory: memoryview) -> None:
 def read_buffers(memory: memoryview) -> list[memoryview]:
     """Return views of the buffers that `write_buffers` wrote."""
     (count,) = struct.unpack_from("=Q", memory)
-    lengths = struct.unpack_from(f"={count}Q", memory, _WORD)
+    lengths = struct.unpack_from(f"={count}Q", memory, _WORD_NBYTES)
     return [memory[span.start : span.stop] for span in _compute_ranges(lengths)]
 
 
 def _compute_ranges(lengths: Iterable[int]) -> list[range]:
     """Return the range of bytes of each buffer."""
     lengths = list(lengths)
-    spans, end = [], _WORD * (1 + len(lengths))
+    spans, end = [], _WORD_NBYTES * (1 + len(lengths))
     for length in lengths:
         start = -(-end // _ALIGNMENT) * _ALIGNMENT
         end = start + length

@@ -40,7 +40,7 @@ from synkhronos.variable_types import Array
 
 _log = logging.getLogger("synkhronos")
 
-_START_TARGET, _FINISH_TARGET = "synkhronos_start", "synkhronos_finish"
+_PYTHON_START_TARGET, _PYTHON_FINISH_TARGET = "synkhronos_start", "synkhronos_finish"
 
 #: Dtypes that NCCL can reduce, by XLA's numbers (XLA_FFI_DataType).
 _DTYPES = {
@@ -167,8 +167,8 @@ class FfiCollectives:
 
         results = [_to_shape_struct(array, shape), jax.ShapeDtypeStruct((), np.int32)]
         if self.nccl_caller == "python":
-            register_target(_START_TARGET, _start_callback)
-            target, attributes = _START_TARGET, {"number": self._number}
+            register_target(_PYTHON_START_TARGET, _start_callback)
+            target, attributes = _PYTHON_START_TARGET, {"number": self._number}
         else:
             target = nccl_handlers.START_TARGET
             attributes = {"op": np.int64(NCCL_OPS[self.op]), "n_started": np.int64(0)}
@@ -198,8 +198,8 @@ class FfiCollectives:
 
         operands, shapes = [*started, *arrays], shapes or [None] * len(arrays)
         if self.nccl_caller == "python":
-            register_target(_FINISH_TARGET, _finish_callback)
-            target, attributes = _FINISH_TARGET, {"number": self._number}
+            register_target(_PYTHON_FINISH_TARGET, _finish_callback)
+            target, attributes = _PYTHON_FINISH_TARGET, {"number": self._number}
         else:
             n_items = sum(math.prod(array.shape) for array in operands)
             if n_items != math.prod(self._launch_shape):
