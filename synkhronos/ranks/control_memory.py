@@ -90,7 +90,7 @@ class ControlMemory:
         the last posted and the last failed command.  `MESSAGE_NBYTES` and `PLAN_NBYTES` are the lengths of the pickled
         command and of the link's plan behind it in the mailbox.  `NEWEST_KEY` is the key of the newest segment that was
         sent.  `END_REQUEST` is `END_WORKERS` or `KILL_WORKERS` once agents have to do so, and 0 before.
-        `FAILURE_NBYTES` is the length of a failure reported by an agent.  `BYTES_SENT` counts bytes sent to other hosts.
+        `FAILURE_NBYTES` is the length of a failure that an agent reports.  `BYTES_SENT` counts bytes sent to others.
         `COMMON_BARRIER_EVEN` and `COMMON_BARRIER_ODD`, for commands with even and odd numbers, belong to `agreement`.
     done, arrived, applied : memoryview of uint64
         For each rank: the last command that it has finished; the number of the last barrier that it has arrived at;

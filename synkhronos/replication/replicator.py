@@ -104,6 +104,8 @@ class Replicator:
         """
         session = self._session()
         assert session is not None
+        if not session.has_forked_workers:
+            return  # new processes have no variables yet; another replicator sends them
         generators = [shared for shared in self._keys if get_library(shared).is_generator(shared)]
         keys = [self._keys.get(shared) for shared in generators]
         offsets = [reserve_streams(session, shared) for shared in generators]
