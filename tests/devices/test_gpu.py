@@ -5,11 +5,15 @@ with Theano.
 """
 
 import gc
+import os
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import numpy as np
 import pytest
-from gpu_commands import ON_GPUS, RNG, needs_jax, needs_real_gpus, run_program
+from gpu_commands import ON_GPUS, RNG, needs_jax, needs_real_gpus
 from library import GPU_DEVICE, NAME, read_results, shared
 from library import tensor as T
 
@@ -19,6 +23,22 @@ from synkhronos.engines.lazy import Result
 from synkhronos.ranks import Command
 
 pytestmark = ON_GPUS
+
+
+def run_program(code, **environment):
+    """Run a program in a new process; return its output."""
+    path = os.pathsep.join([str(Path(synk.__file__).parent.parent), *sys.path])
+    variables = {name: value for name, value in os.environ.items() if name != "JAX_DEFAULT_MATMUL_PRECISION"}
+    head = f"import numpy as np, synkhronos as synk, {NAME} as package, {NAME}.tensor as T"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{head}\n{textwrap.dedent(code)}"],
+        env={**variables, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 class GetGpu(Command):

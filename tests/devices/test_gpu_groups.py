@@ -12,7 +12,6 @@ from gpu_commands import (
     ON_GPUS,
     FailBeforeCollectives,
     check_ranks_work,
-    is_gpu_array_equal,
     needs_jax,
 )
 from library import GPU_DEVICE
@@ -22,6 +21,11 @@ import synkhronos as synk
 from synkhronos import ranks
 
 pytestmark = ON_GPUS
+
+
+def is_gpu_array_equal(value, expected):
+    """Return whether a value is an array on the GPU with these elements."""
+    return bool(GPU_DEVICE.owns(value)) and np.array_equal(np.asarray(value), expected)
 
 
 def all_reduce_in_groups(context, members, dtype):

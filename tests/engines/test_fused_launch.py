@@ -1,5 +1,6 @@
 """Launches in which XLA runs a function, an all-reduce and another function."""
 
+import ctypes
 import gc
 import signal
 import weakref
@@ -8,10 +9,11 @@ import numpy as np
 import pytest
 from library import XLA, shared
 from library import tensor as T
-from xla_launches import Alarm, DoublingHandler, TwoEqualShards, get_runner, on_host
+from xla_launches import Alarm, get_runner, on_host
 
 import synkhronos as synk
 from synkhronos.devices import JAX
+from synkhronos.devices.jax.ffi_collectives import CollectiveHandler
 from synkhronos.devices.jax.scalar_log import ScalarLog
 from synkhronos.engines import StepShards
 from synkhronos.engines.xla import traced_exchange
@@ -23,6 +25,58 @@ from synkhronos.training.updates import momentum, sgd
 from synkhronos.training.updates.sharded_updates import ShardedUpdates
 
 pytestmark = pytest.mark.skipif(not XLA, reason="about JAX arrays")
+
+
+def view_items(address, n_items, dtype):
+    """Return the items at an address as an array."""
+    dtype = np.dtype(dtype)
+    return np.frombuffer((ctypes.c_char * (n_items * dtype.itemsize)).from_address(address), dtype)
+
+
+class TwoEqualShards(CollectiveHandler):
+    """Stand-in for the collectives of a sharded step between two ranks; this is rank 0, and rank 1 has its values.
+
+    ``valid`` are the flags of the reduce-scatter and of the all-gather.
+    """
+
+    def __init__(self, valid=(1, 1)):
+        self.valid, self.calls = list(valid), []
+
+    def start(self, spans, stream):
+        self.calls.append([span.n_items for span in spans])
+        for source, target, count, dtype in spans:
+            values = view_items(source, count, dtype)
+            if len(self.valid) == 2:
+                view_items(target, count // 2, dtype)[:] = values[: count // 2]
+            else:
+                view_items(target, 2 * count, dtype)[:] = np.tile(values, 2)
+
+    def finish(self, spans, flag, stream):
+        self.start(spans, stream)
+        assert ctypes.c_int32.from_address(flag).value == 0
+        ctypes.c_int32.from_address(flag).value = self.valid.pop(0)
+
+
+class DoublingHandler(CollectiveHandler):
+    """Stand-in for a second rank with the same values."""
+
+    def __init__(self, calls=(), valid=1):
+        self.calls, self.valid, self.begun, self.waits = [] if calls == () else calls, valid, [], 0
+
+    def start(self, spans, stream):
+        self.begun += spans
+
+    def finish(self, spans, flag, stream):
+        for source, target, count, dtype in [*self.begun, *spans]:
+            view_items(target, count, dtype)[:] = 2 * view_items(source, count, dtype)
+        self.calls.append([span.n_items for span in spans] if self.begun else spans[0].n_items)
+        self.begun = []
+        assert ctypes.c_int32.from_address(flag).value == 0
+        ctypes.c_int32.from_address(flag).value = self.valid
+
+    def order_after_started(self, stream):
+        self.begun = []
+        self.waits += 1
 
 
 @pytest.fixture
@@ -91,18 +145,18 @@ def test_fused_launch_reduces_nothing_after_an_error(pair):
     launch = runs[0].fuse(ExchangeSpec(shareds[0].container.storage), [runs[1]], n_repeats=4)
     calls = []
 
-    class Fails(DoublingHandler):
+    class FailingHandler(DoublingHandler):
         def finish(self, *arguments):
             calls.append(arguments)
             if len(calls) == 2:
                 raise Alarm
             super().finish(*arguments)
 
-    fails = Fails()
+    failing_handler = FailingHandler()
     with pytest.raises(Alarm):
-        with defer_signals(), launch.ffi_collectives.use_collective_handler(fails, 4):
+        with defer_signals(), launch.ffi_collectives.use_collective_handler(failing_handler, 4):
             launch(JAX.from_numpy(np.arange(12.0)))
-    assert len(calls) == fails.waits == 2
+    assert len(calls) == failing_handler.waits == 2
     np.testing.assert_array_equal(shareds[1].get_value(), [1.0, -1.0, -3.0])
     assert int(shareds[2].get_value()) == 1
 
@@ -286,15 +340,15 @@ def test_error_after_a_started_chunk_waits_and_updates_nothing(fork, monkeypatch
     runs = [get_runner(first), get_runner(second)]
     launch = runs[0].fuse(ExchangeSpec(g.container.storage), [runs[1]])
 
-    class Fails(DoublingHandler):
+    class FailingHandler(DoublingHandler):
         def start(self, spans, stream):
             raise Alarm
 
-    fails = Fails()
+    failing_handler = FailingHandler()
     with pytest.raises(Alarm):
-        with defer_signals(), launch.ffi_collectives.use_collective_handler(fails):
+        with defer_signals(), launch.ffi_collectives.use_collective_handler(failing_handler):
             launch()
-    assert fails.waits == 1 and fails.calls == []
+    assert failing_handler.waits == 1 and failing_handler.calls == []
     np.testing.assert_array_equal(w.get_value(), np.ones(60))
     with defer_signals(), launch.ffi_collectives.use_collective_handler(DoublingHandler()):
         launch()
@@ -352,7 +406,7 @@ def test_repeated_launch_keeps_many_results(fork):
 @on_host
 def test_invalid_all_reduce_updates_nothing(fuse_pair):
     launch, shareds = fuse_pair
-    assert launch_and_wait(launch, shareds, DoublingHandler(counts=0))[2:] == [[1.0, 1.0, 1.0], 0]
+    assert launch_and_wait(launch, shareds, DoublingHandler(valid=0))[2:] == [[1.0, 1.0, 1.0], 0]
     assert launch_and_wait(launch, shareds, DoublingHandler())[2:] == [[1.0, -1.0, -3.0], 1]
 
 
@@ -362,7 +416,7 @@ def test_invalid_all_reduce_updates_nothing(fuse_pair):
 def test_error_in_all_reduce_is_raised_after_the_launch(fuse_pair, by_signal):
     launch, shareds = fuse_pair
 
-    class Fails(DoublingHandler):
+    class FailingHandler(DoublingHandler):
         def finish(self, *arguments):
             if not by_signal:
                 raise Alarm
@@ -372,7 +426,7 @@ def test_error_in_all_reduce_is_raised_after_the_launch(fuse_pair, by_signal):
     handler = signal.getsignal(signal.SIGALRM)
     for _ in range(2):
         with pytest.raises(Alarm):
-            launch_and_wait(launch, shareds, Fails(counts=0))
+            launch_and_wait(launch, shareds, FailingHandler(valid=0))
         assert np.asarray(shareds[1].get_value()).tolist() == [1.0, 1.0, 1.0]
         assert signal.getsignal(signal.SIGALRM) is handler
     assert launch_and_wait(launch, shareds, DoublingHandler())[2:] == [[1.0, -1.0, -3.0], 1]

@@ -1,18 +1,9 @@
-"""Helpers of tests of functions: comparisons, selections of rows, commands and Ops."""
-
-import threading
+"""Helpers of tests of functions: comparisons, selections of rows and a command."""
 
 import numpy as np
-from library import NAME, is_array
+from library import is_array
 
 from synkhronos.ranks import Command
-
-if NAME == "pytensor":
-    from pytensor.graph.basic import Apply
-    from pytensor.graph.op import Op
-else:
-    from theano import Apply, Op
-
 
 RNG = np.random.default_rng(7)
 
@@ -44,18 +35,3 @@ class CountFunctions(Command):
 
     def run(self, rank):
         return rank.all_gather(sum(isinstance(key, tuple) and key[0] == "function" for key in rank.objects))
-
-
-class Unpicklable(Op):
-    """The identity, with a lock, which cannot be pickled."""
-
-    __props__ = ()
-
-    def __init__(self):
-        self.lock = threading.Lock()
-
-    def make_node(self, x):
-        return Apply(self, [x], [x.type()])
-
-    def perform(self, node, inputs, outputs):
-        outputs[0][0] = inputs[0] + 0

@@ -3,12 +3,8 @@
 import hashlib
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -45,22 +41,6 @@ FAULTS = {
 }
 
 
-def run_program(code, **environment):
-    """Run a program in a new process; return its output."""
-    path = os.pathsep.join([str(Path(synk.__file__).parent.parent), *sys.path])
-    variables = {name: value for name, value in os.environ.items() if name != "JAX_DEFAULT_MATMUL_PRECISION"}
-    head = f"import numpy as np, synkhronos as synk, {NAME} as package, {NAME}.tensor as T"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{head}\n{textwrap.dedent(code)}"],
-        env={**variables, "PYTHONPATH": path, **environment},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def make_filled_variable(dtype, shape=(3, 5)):
     """Return a variable with a different value on each rank, and the values."""
     values = [np.asarray(RNG.integers(0, 5, shape)).astype(dtype) for _ in range(ranks.get_session().size)]
@@ -80,11 +60,6 @@ def check_ranks_work():
     assert f(value) == value.sum()
     synk.all_reduce(w, "sum")
     np.testing.assert_array_equal(synk.gather(w), np.full((len(value), 3), len(value) + value.sum()))
-
-
-def is_gpu_array_equal(value, expected):
-    """Return whether a value is an array on the GPU with these elements."""
-    return bool(GPU_DEVICE.owns(value)) and np.array_equal(np.asarray(value), expected)
 
 
 class FailInAllReduce(Command):
