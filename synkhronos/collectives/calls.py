@@ -87,7 +87,7 @@ def broadcast(shared_vars: SharedVariables, values: Any = None, nccl: bool = Tru
     with session.call_lock:
         session.begin_call()
         nccl = check_flag(nccl, "nccl")
-        if values is None and (command := _find_command(session, shared_vars, Broadcast, (nccl,))) is not None:
+        if values is None and (command := _get_cached_command(session, shared_vars, Broadcast, (nccl,))) is not None:
             session.run(command)
             return
         variables, is_single = parse_variables(session, shared_vars, allow_generators=True)
@@ -466,7 +466,7 @@ def _get_values(
     select: Callable[[Any], Any],
 ) -> Any:
     """Return the values of variables: of arrays by a command, of generators by ``select`` from the states by rank."""
-    command = _find_command(session, shared_vars, command_class, arguments)
+    command = _get_cached_command(session, shared_vars, command_class, arguments)
     if command is not None:
         return session.run(command)[0]
     variables, is_single = parse_variables(session, shared_vars, allow_generators=True)
@@ -554,7 +554,7 @@ def get_command(
     The variables, and the op of a reduction, are checked.  A command on a single variable is cached, since a training
     loop runs it in each step.
     """
-    command = _find_command(session, shared_vars, command_class, arguments)
+    command = _get_cached_command(session, shared_vars, command_class, arguments)
     if command is None:
         variables, is_single = parse_variables(session, shared_vars)
         if command_class in _REDUCTIONS:
@@ -563,7 +563,7 @@ def get_command(
     return command
 
 
-def _find_command(
+def _get_cached_command(
     session: Session, shared_vars: SharedVariables, command_class: type[C], arguments: tuple[Any, ...]
 ) -> C | None:
     """Return the cached command of a collective on a single variable; None if there is none."""

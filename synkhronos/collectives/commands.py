@@ -483,7 +483,7 @@ class AllReducePlan(NamedTuple):
             have_all_started, interrupt = communicator.compare_started(self.digest, signals.stop_deferring_if_late)
             if not have_all_started:
                 return False
-            # While the GPU is busy.
+            # New array objects are made while the GPU is busy.
             new_arrays = [
                 variable.device.rewrap(target, is_complete=True)
                 for variable, target in zip(self.variables, targets, strict=True)
