@@ -43,8 +43,8 @@ def train_by_rules():
     """Train by three exchange rules; print the steps of each launch and the collectives of each rule."""
     fork(2)
     launches = []
-    repeat = Executable.repeat
-    Executable.repeat = lambda self, n_repeats: launches.append(n_repeats) or repeat(self, n_repeats)
+    get_repeated = Executable.get_repeated
+    Executable.get_repeated = lambda self, n_repeats: launches.append(n_repeats) or get_repeated(self, n_repeats)
     # XLA on the CPU would take one step per launch; a loop sets this attribute, which then has no effect.
     LocalBatchLoop.max_steps_per_launch = property(lambda self: 64, lambda self, value: None)
     rng = np.random.default_rng(0)
