@@ -52,6 +52,8 @@ from synkhronos.variable_types import SharedVariable, Variable
 
 #: Shared variables that functions of any session use.
 _registered_shareds: WeakKeyDict[Any, bool] = WeakKeyDict()
+#: Maximal number of bytes of a value that is kept after the user has replaced it.
+_MAX_KEPT_NBYTES = 1 << 26
 #: Numbers for the keys of shared variables.  None is reused, since an old key may be released late.
 _key_numbers = itertools.count(1)
 
@@ -86,7 +88,7 @@ class Replicator:
         session.replacement_callbacks[self] = Replicator._separate_streams
         #: Number of values that the user has set on the master alone, by the variables' own ``set_value``.
         self.n_master_values = 0
-        #: The values before, of variables that no collective has used since.
+        #: The values before, None for long ones, of variables that no collective has used since.
         self._values_before: WeakKeyDict[Any, Any] = WeakKeyDict()
         #: Variables whose values the user lets differ between ranks, and those that a warning has named.
         self._unobserved: WeakKeyDict[Any, bool] = WeakKeyDict()
@@ -125,7 +127,8 @@ class Replicator:
         library = get_library(shared)
         if library.is_array(shared) and not library.is_generator(shared):
             if shared not in self._values_before:
-                self._values_before[shared] = old_value
+                is_small = old_value.size * old_value.dtype.itemsize <= _MAX_KEPT_NBYTES
+                self._values_before[shared] = old_value if is_small else None
             self.n_master_values += 1
             session.registry.get_or_create(CollectiveCache).clear()
 
@@ -147,7 +150,8 @@ class Replicator:
                 continue
             old_value = self._values_before.get(shared)
             self._values_before.discard(shared)
-            if shared not in read or (old_value is not get_storage(shared)[0] and _has_value(shared, old_value)):
+            is_known = old_value is not None and old_value is not get_storage(shared)[0]
+            if shared not in read or (is_known and _has_value(shared, old_value)):
                 continue  # replaced on all ranks, or restored
             if not session.run(CompareReplicas(self.get_key(shared))):
                 self._unobserved[shared] = True

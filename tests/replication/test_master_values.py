@@ -1,6 +1,7 @@
 """Warnings of values that the user has set on the master alone."""
 
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -9,6 +10,8 @@ from library import tensor as T
 
 import synkhronos as synk
 from synkhronos import exchange_rules
+from synkhronos.graph_libraries import get_library
+from synkhronos.replication import replicator
 from synkhronos.training import make_train_function, make_trainer
 from synkhronos.training.updates import sgd
 
@@ -81,6 +84,18 @@ def test_equal_values_are_no_cause_for_a_warning(two_ranks, value):
     assert list_warnings(lambda _: read()) == []
     variable.set_value(np.zeros_like(value))
     assert len(list_warnings(lambda _: read())) == (value.size > 0)
+
+
+def test_long_values_are_not_kept(w, monkeypatch):
+    monkeypatch.setattr(replicator, "_MAX_KEPT_NBYTES", 16)
+    f = make_function(w)
+    value = weakref.ref(get_library(w).borrow_value(w))
+    w.set_value(np.zeros(3))
+    assert value() is None
+    w.set_value(np.ones(3))
+    assert list_warnings(f) == []
+    w.set_value(np.zeros(3))
+    assert len(list_warnings(f)) == 1
 
 
 def test_training_step_warns(two_ranks):
