@@ -221,9 +221,9 @@ def two_ranks_per_test(fork):
     return fork(2)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def compiler():
-    """Let Theano use its C++ compiler in a module's tests."""
+    """Let the library use its C++ compiler."""
     with config(cxx=COMPILER):
         yield
 

@@ -9,7 +9,8 @@ from library import COMPILER, DEVICE, NAME, package
 
 import synkhronos.compat  # noqa: F401 - it prepares ``import theano``
 
-package.config.cxx = COMPILER
+if NAME == "theano":
+    package.config.cxx = COMPILER
 if DEVICE == "host" and NAME == "pytensor":
     # These tests, and the programs that they start, inspect rewritten graphs.
     package.config.mode, package.config.linker = "FAST_COMPILE", "auto"

@@ -85,9 +85,9 @@ def run(selection=(), timeout=1500):
             os.environ.get("PYTHONPATH", ""),
         ]
         variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        # Graphs without rewrites compile fastest.  Of flags that contradict each other, as those of the tests around these,
+        # Graphs without rewrites compile fastest, and loops without g++.  Of flags that contradict each other, as those of the tests around these,
         # the last one counts.
-        flags = {"PYTENSOR_FLAGS": "mode=Mode,linker=py,optimizer=None", "THEANO_FLAGS": THEANO}
+        flags = {"PYTENSOR_FLAGS": "mode=Mode,linker=py,optimizer=None,cxx=", "THEANO_FLAGS": THEANO}
         for name, mine in flags.items():
             variables[name] = ",".join(filter(None, [variables.get(name, ""), mine]))
         command = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-p", "no:cacheprovider"]

@@ -254,7 +254,7 @@ def test_gradient_uses_the_density_rewritten_by_pymc(two_ranks_per_test, monkeyp
 
 
 @pytest.mark.parametrize("mode", ["CVM", "NUMBA"])
-def test_data_parallel_compiles_like_pymc(two_ranks_per_test, mode):
+def test_data_parallel_compiles_like_pymc(compiler, two_ranks_per_test, mode):
     with pm.Model() as model:
         b = pm.Normal("b", shape=3)
         pm.Normal("y", X @ b, pm.HalfNormal("s"), observed=X[:, 0])
@@ -746,6 +746,13 @@ def test_data_parallel_splits_loops(fork, n, build):
     fork(n)
     with pm.Model() as model:
         build()
+    check_equal(data_parallel(model), model)
+
+
+@pytest.mark.skipif(XLA, reason="PyTensor's C++ compiler")
+def test_data_parallel_splits_a_loop_compiled_as_c(compiler, two_ranks_per_test):
+    with pm.Model() as model:
+        build_sum_of_each_row()
     check_equal(data_parallel(model), model)
 
 

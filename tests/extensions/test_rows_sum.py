@@ -144,7 +144,7 @@ def test_rows_sum_leaves_users_ops_to_the_master(two_ranks_per_test):
 
 
 @pytest.mark.parametrize("mode", ["CVM", "NUMBA"])
-def test_rows_sum_works_in_compiled_modes(two_ranks_per_test, mode):
+def test_rows_sum_works_in_compiled_modes(compiler, two_ranks_per_test, mode):
     a = pt.dvector("a")
     total, serial = sum_both_ways((y[:, None] - a) ** 3, [y], [Y])
     point = np.array([0.5, 1.5])

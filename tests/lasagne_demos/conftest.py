@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import theano_convolutions  # noqa: F401 - before anything imports theano
-from library import COMPILER, package
+from library import COMPILER, NAME, package
 
-package.config.cxx = COMPILER
+if NAME == "theano":
+    package.config.cxx = COMPILER
 DEMOS = Path(__file__).resolve().parents[2] / "demos"
 sys.path[1:1] = [str(DEMOS / folder) for folder in ("", "mnist", "lasagne_mnist", "resnet")]
 

@@ -22,8 +22,8 @@ NAME = package.__name__
 shared = package.shared
 grad = package.grad
 
-#: Theano's C++ compiler.  Without it Theano folds constants by Python, in a hundredth of the time; see `compiler` in
-#: conftest.py.
+#: The library's C++ compiler.  Without it Theano folds constants, and PyTensor computes loops, by Python: g++ would take
+#: most of the tests' time.  See `compiler` in conftest.py.
 COMPILER = package.config.cxx
 #: Environment of new processes without Theano's C++ compiler: each would first scan all modules that it
 #: has ever compiled.
@@ -31,7 +31,7 @@ ENVIRONMENT_WITHOUT_COMPILER = {
     "THEANO_FLAGS": f"{os.environ.get('THEANO_FLAGS', '')},cxx=".lstrip(","),
     "PYTHONWARNINGS": "ignore::UserWarning:theano.configdefaults",  # the warning "g++ not detected"
 }
-if NAME == "theano" and os.environ.get("SYNKHRONOS_TEST_DEVICE", "host") == "host":
+if os.environ.get("SYNKHRONOS_TEST_DEVICE", "host") == "host":
     package.config.cxx = ""
 
 #: Hosts on which the ranks of tests run; none for this machine alone.  See tests/support/hosts.
