@@ -10,7 +10,7 @@ import numpy as np
 
 from synkhronos.checks import check_flag, suggest_keywords
 from synkhronos.exchange_rules.elastic import CENTRE_LOCK, CentreRule, read_centre
-from synkhronos.exchange_rules.rule import Exclude, check_period, reduce_by_rows
+from synkhronos.exchange_rules.rule import Exclude, check_period, reduce_with_weighted_averages
 from synkhronos.exchange_rules.state import ExchangeState
 from synkhronos.programs import RankContext
 from synkhronos.variable_types import Array
@@ -65,7 +65,7 @@ class Downpour(CentreRule):
         """Push, fetch, or both; return the number of earlier pushes, or None without a push or if synchronous."""
         if not self.asynchronous:
             steps = state.vector - state.own["base"]
-            state.own["base"] = state.own["base"] + reduce_by_rows(
+            state.own["base"] = state.own["base"] + reduce_with_weighted_averages(
                 state, steps, lambda vector: context.all_reduce(vector, "sum")
             )
             state.vector = state.own["base"]

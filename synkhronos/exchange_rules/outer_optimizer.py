@@ -22,7 +22,7 @@ class _OuterOptimizerRule(ExchangeRule):
         anchor, mean = state.own["anchor"], self.compute_mean(context, state)
         velocity, new_anchor = self._take_outer_step(anchor, anchor - mean, state.own["velocity"], state.learning_rate)
         # Running averages are not extrapolated, since momentum could make running variances negative.
-        new_anchor = state.with_averages(new_anchor, mean)
+        new_anchor = state.replace_averages(new_anchor, mean)
         state.own["velocity"], state.own["anchor"] = velocity, new_anchor
         state.vector = new_anchor
 

@@ -106,7 +106,7 @@ class ExchangeRule:
 
         A collective: all ranks call this after the same exchange.
         """
-        return reduce_by_rows(state, state.vector, context.all_reduce)
+        return reduce_with_weighted_averages(state, state.vector, context.all_reduce)
 
     def resize_states(self, states: list[dict[str, Any]], n_ranks: int) -> list[dict[str, Any]]:
         """Convert the states of a checkpoint to another number of ranks.
@@ -149,13 +149,13 @@ class ExchangeRule:
             return all_reduce_mean(context, vector, self.precision)
 
         if self.precision in (None, "float32"):
-            return reduce_by_rows(
+            return reduce_with_weighted_averages(
                 state, _scale_parameters(state, state.vector, relative_weight), reduce, self.precision
             )
         anchor = state.own.get("anchor")
         if anchor is None:
             raise RuntimeError("setup() of a rule with 16-bit precision has to call super().setup()")
-        mean = anchor + reduce_by_rows(
+        mean = anchor + reduce_with_weighted_averages(
             state, _scale_parameters(state, state.vector - anchor, relative_weight), reduce, self.precision
         )
         state.own["anchor"] = mean
@@ -164,7 +164,9 @@ class ExchangeRule:
 
 def _scale_parameters(state: ExchangeState, vector: Array, relative_weight: float) -> Array:
     """Return a vector with its parameters multiplied by a weight, but not its running averages."""
-    return vector if relative_weight == 1 else state.with_averages(vector * vector.dtype.type(relative_weight), vector)
+    return (
+        vector if relative_weight == 1 else state.replace_averages(vector * vector.dtype.type(relative_weight), vector)
+    )
 
 
 def allocate_shared_arrays(rule: ExchangeRule, n_ranks: int, size: int, dtype: np.dtype) -> dict[str, Data]:
@@ -177,16 +179,16 @@ def allocate_shared_arrays(rule: ExchangeRule, n_ranks: int, size: int, dtype: n
     return {name: create_unpublished(shape, item_dtype) for name, (shape, item_dtype) in layout.items()}
 
 
-def reduce_by_rows(
+def reduce_with_weighted_averages(
     state: ExchangeState, vector: Array, reduce: Callable[[Array], Array], precision: str | None = None
 ) -> Array:
     """Reduce vectors over ranks in one collective, with running averages weighted by rows.
 
-    The running averages, or changes of them, are the last ``state.average_size`` elements.  Their weights are the rows
-    since the last exchange, or equal if no rank has had rows.  ``reduce`` takes a vector, and returns the mean or the
-    sum over ranks, exchanged in ``precision``.
+    The running averages, or changes of them, are the last ``state.n_average_items`` elements.  Their weights are the
+    rows since the last exchange, or equal if no rank has had rows.  ``reduce`` takes a vector, and returns the mean or
+    the sum over ranks, exchanged in ``precision``.
     """
-    n = state.average_size
+    n = state.n_average_items
     if not n:
         return reduce(vector)
     # A rank without rows has a negligible weight.  It is a power of two, so products are exact.
@@ -212,11 +214,11 @@ def all_reduce_mean(context: RankContext, vector: Array, precision: str | None) 
         return context.all_reduce(vector.astype(precision), overwrite=True).astype(dtype)
     vector = device.to_numpy(vector)
     if precision == "bfloat16":
-        return as_bfloat16(context.all_reduce(as_bfloat16(vector))).astype(dtype)
+        return round_to_bfloat16(context.all_reduce(round_to_bfloat16(vector))).astype(dtype)
     return context.all_reduce(vector.astype(precision)).astype(dtype)
 
 
-def as_bfloat16(vector: np.ndarray) -> np.ndarray:
+def round_to_bfloat16(vector: np.ndarray) -> np.ndarray:
     """Round finite numbers to bfloat16, to nearest with ties to even; return them as float32."""
     bits = np.ascontiguousarray(vector, np.float32).view(np.uint32)
     rounded = (bits + (((bits >> 16) & 1) + 0x7FFF).astype(np.uint32)) & np.uint32(0xFFFF0000)

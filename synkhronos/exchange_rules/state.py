@@ -55,7 +55,7 @@ class FlatVariables:
         # Even a single variable is copied: its next update may change its memory in place.
         return np.concatenate(flat).astype(self.dtype, copy=False) if flat else np.zeros(0, self.dtype)
 
-    def get_on_host(self) -> np.ndarray:
+    def to_numpy(self) -> np.ndarray:
         """Return the vector as a NumPy array."""
         vector = self.get()
         return find_device(vector).to_numpy(vector)
@@ -141,7 +141,7 @@ class ExchangeState:
     count_items : callable, optional
         Returns the number of items (such as words) in this rank's steps since the last exchange, if the loss is
         weighted by items; None if it is a mean over rows.
-    average_size : int
+    n_average_items : int
         Number of elements of the running averages, at the end of `vector`.
     own : dict
         Arrays and numbers that the rule stores on this rank, and checkpoints save.
@@ -160,7 +160,7 @@ class ExchangeState:
     ):
         self.params = FlatVariables(params)
         shapes = self.params.shapes[len(self.params.shapes) - n_averages :]
-        self.average_size = sum(int(np.prod(shape)) for shape in shapes)
+        self.n_average_items = sum(int(np.prod(shape)) for shape in shapes)
         self.optimizer = FlatVariables([s for s in optimizer if np.dtype(s.type.dtype).kind == "f"])
         self.shared_rows = dict(shared or {})
         self.shared = {name: rows.array for name, rows in self.shared_rows.items()}
@@ -178,11 +178,11 @@ class ExchangeState:
     def vector(self, value: Array) -> None:
         self.params.set(value)
 
-    def with_averages(self, vector: Array, averages: Array) -> Array:
+    def replace_averages(self, vector: Array, averages: Array) -> Array:
         """Return a vector with its running averages replaced by another vector's."""
-        if not self.average_size:
+        if not self.n_average_items:
             return vector
-        return concatenate(vector[: -self.average_size], averages[-self.average_size :])
+        return concatenate(vector[: -self.n_average_items], averages[-self.n_average_items :])
 
     def update_with_shared(
         self, name: str, operation: Callable[..., Sequence[Array | None]], row: int | None = None, own_name: str = ""
@@ -229,11 +229,12 @@ class ExchangeState:
         It is 0 for running averages.  ValueError is raised if the optimizer's variables have another number of
         elements.
         """
-        size = self.params.size - self.average_size
+        size = self.params.size - self.n_average_items
         if self.optimizer.size != size:
             raise ValueError(
                 f"the rule needs the optimizer's velocity: expected {size} elements, as many as the parameters, "
                 f"got {self.optimizer.size}"
             )
         velocity = self.optimizer.get()
-        return concatenate(velocity, np.zeros(self.average_size, velocity.dtype)) if self.average_size else velocity
+        n = self.n_average_items
+        return concatenate(velocity, np.zeros(n, velocity.dtype)) if n else velocity

@@ -50,7 +50,7 @@ class Swap(ExchangeRule):
         """Swap parameters; return the number of the rank whose parameters this rank gets."""
         source = self._choose_sources(context.size, state.step)[context.number]
         vectors = state.shared["all"]
-        vectors[context.number] = state.params.get_on_host()
+        vectors[context.number] = state.params.to_numpy()
         context.barrier("all vectors are written")
         if source != context.number:
             with get_rank_lock(context, source) as lock:
@@ -71,7 +71,7 @@ class Swap(ExchangeRule):
 
     def compute_consensus(self, context: RankContext, state: ExchangeState) -> Array:
         """Return the parameters of rank 0; a mean of different models would be meaningless."""
-        return context.broadcast(state.params.get_on_host())
+        return context.broadcast(state.params.to_numpy())
 
     def resize_states(self, states: list[dict[str, Any]], n_ranks: int) -> list[dict[str, Any]]:
         """Keep the models of the first ranks; additional ranks get copies of them."""

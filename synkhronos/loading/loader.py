@@ -285,7 +285,7 @@ class Loader:
             self._position = None  # after a failure the plan starts anew
             start_time = time.perf_counter()
             try:
-                ring.wait_filled(unit, (plan.epoch, plan.position))
+                ring.wait_until_filled(unit, (plan.epoch, plan.position))
             except LoadError:
                 if ring.describe_death():
                     self.close()
@@ -376,7 +376,7 @@ class LoaderRows:
         selections = []
         for unit in range(self.find_unit(start), self.find_unit(stop)):
             position = self.plan.position + (unit - self._first_unit) * self.layout.unit_rows
-            self._ring.wait_filled(unit, (self.plan.epoch, position), on_poll)
+            self._ring.wait_until_filled(unit, (self.plan.epoch, position), on_poll)
             selections.append(self._ring.select_rows(unit, min(self.layout.unit_rows, self._n_rows - position)))
         return (
             selections[0]

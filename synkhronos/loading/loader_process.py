@@ -155,7 +155,7 @@ class _LoaderProcess:
                 return
             try:
                 self._write_share(slot * unit_rows, ring.row_status[slot], rows, epoch, plan.seed)
-            except _UnreadableRow as error:
+            except _UnreadableRowError as error:
                 ring.report_failure(self.number, str(error), unit, self.plan_number)
                 return
             if self._is_replaced():
@@ -265,7 +265,7 @@ class _LoaderProcess:
             array[index] = value
 
     def _skip_or_raise(self, error: Exception, number: int, epoch: int, has_stream_failed: bool) -> None:
-        """Log a skipped row, or raise `_UnreadableRow`; an iterable that has raised can't be continued."""
+        """Log a skipped row, or raise `_UnreadableRowError`; an iterable that has raised can't be continued."""
         try:
             name = describe_row(self.config.source, number)
         except Exception:
@@ -273,7 +273,7 @@ class _LoaderProcess:
         reason = f"{type(error).__name__}: {error}"
         if not self.config.skips_unreadable or has_stream_failed:
             lines = "".join(traceback.format_exception(error))
-            raise _UnreadableRow(
+            raise _UnreadableRowError(
                 f"{name} can't be read (row {number}, epoch {epoch}): {reason}. Repair it and continue after the last "
                 "batch, or skip such rows with on_error='skip'"
                 f"\n\nThe traceback of loader {self.number}:\n{lines}"
@@ -283,7 +283,7 @@ class _LoaderProcess:
             _log.warning("%s is skipped, as it can't be read: %s", name, reason)
 
 
-class _UnreadableRow(Exception):
+class _UnreadableRowError(Exception):
     """A row can't be read, and is not skipped."""
 
 

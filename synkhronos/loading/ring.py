@@ -244,7 +244,9 @@ class Ring:
         """Whether all loader processes have filled a unit."""
         return min(self._filled) >= self._make_tag(unit + 1)
 
-    def wait_filled(self, unit: int, position: tuple[int, int], on_poll: Callable[[], None] | None = None) -> None:
+    def wait_until_filled(
+        self, unit: int, position: tuple[int, int], on_poll: Callable[[], None] | None = None
+    ) -> None:
         """Wait until a unit is filled; LoadError has ``position``, its epoch and row, if that is impossible."""
 
         def check_and_poll() -> None:

@@ -18,12 +18,12 @@ from synkhronos.timelines.spans import Span
 
 @dataclass(frozen=True, slots=True)
 class RankSpans:
-    """Spans of one rank, XLA's operations, and the nanoseconds by which the master's clock is ahead: ``offset``."""
+    """Spans of one rank, XLA's operations, and the nanoseconds by which the master's clock is ahead."""
 
     rank: int
     host: str
     main_thread: int
-    offset: int
+    clock_offset_ns: int
     spans: list[Span]
     xla_operations: list[Operation]
 
@@ -53,7 +53,7 @@ def _open(path: str, mode: str) -> IO[str]:
 
 def _make_events(ranks: Sequence[RankSpans]) -> Iterator[dict[str, Any]]:
     """Yield the events of all ranks: names of processes and threads, and a complete event for each span."""
-    starts = [start + rank_spans.offset for rank_spans in ranks for _, _, start, _, _ in rank_spans.spans]
+    starts = [start + rank_spans.clock_offset_ns for rank_spans in ranks for _, _, start, _, _ in rank_spans.spans]
     origin = min(starts, default=0)
     for rank_spans in ranks:
         pid, threads = rank_spans.rank, {rank_spans.main_thread: 0}  # type: int, dict[Any, int]
@@ -68,4 +68,4 @@ def _make_events(ranks: Sequence[RankSpans]) -> Iterator[dict[str, Any]]:
             if is_new and isinstance(thread, str):  # a thread of XLA
                 yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": thread}}
             event = {"ph": "X", "name": label, "cat": category, "pid": pid, "tid": tid}
-            yield {**event, "ts": (start + rank_spans.offset - origin) / 1000, "dur": (end - start) / 1000}
+            yield {**event, "ts": (start + rank_spans.clock_offset_ns - origin) / 1000, "dur": (end - start) / 1000}

@@ -52,35 +52,35 @@ class StopRecording(Command):
         recorder.uninstall()
         spans = list(recorder.spans)
         recorder.spans.clear()
-        offset = _estimate_clock_offset(rank)
+        clock_offset_ns = _estimate_clock_offset_ns(rank)
         xla_operations = rank.registry.get_or_create(XlaProfile).stop() if self.records_xla else []
-        return gather_pickles(rank, pickle.dumps(_make_rank_spans(rank, spans, offset, xla_operations)))
+        return gather_pickles(rank, pickle.dumps(_make_rank_spans(rank, spans, clock_offset_ns, xla_operations)))
 
 
 def _make_rank_spans(
-    rank: Rank, spans: Sequence[Span], offset: int = 0, xla_operations: Sequence[Operation] = ()
+    rank: Rank, spans: Sequence[Span], clock_offset_ns: int = 0, xla_operations: Sequence[Operation] = ()
 ) -> RankSpans:
     thread = threading.main_thread().ident or 0
-    return RankSpans(rank.number, os.uname().nodename, thread, offset, list(spans), list(xla_operations))
+    return RankSpans(rank.number, os.uname().nodename, thread, clock_offset_ns, list(spans), list(xla_operations))
 
 
-def _estimate_clock_offset(rank: Rank) -> int:
+def _estimate_clock_offset_ns(rank: Rank) -> int:
     """Return the nanoseconds by which the master's clock is ahead of this rank's; 0 on a single machine."""
     if not rank.spans_hosts:
         return 0
     offsets = []
     for _ in range(_CLOCK_READINGS):
         rank.barrier()
-        clock = time.monotonic_ns()
-        offsets.append(rank.all_gather(clock)[rank.master_rank] - clock)
+        clock_ns = time.monotonic_ns()
+        offsets.append(rank.all_gather(clock_ns)[rank.master_rank] - clock_ns)
     return int(statistics.median(offsets))
 
 
 class _Recording(PendingOperation):
     """A recording in progress.  As a pending operation, it writes its file when the session ends."""
 
-    def __init__(self, path: str, compute: bool, session: Session):
-        self._path, self._compute = path, compute
+    def __init__(self, path: str, records_xla: bool, session: Session):
+        self._path, self._records_xla = path, records_xla
         #: None once the file is written.
         self.session: Session | None = session
 
@@ -88,7 +88,7 @@ class _Recording(PendingOperation):
         """Stop recording, and write the file.  The caller holds the call lock."""
         session, self.session = self.session, None
         if session is not None:
-            write_trace(self._path, session.run(StopRecording(self._compute)))
+            write_trace(self._path, session.run(StopRecording(self._records_xla)))
 
     def close(self) -> None:
         """Write the master's spans after a failure of the session.  The last spans show in which call a worker died."""
@@ -108,7 +108,7 @@ class Timeline:
         File that `stop` writes.
     """
 
-    def __init__(self, path: str | os.PathLike[str], compute: bool, max_spans: int):
+    def __init__(self, path: str | os.PathLike[str], records_xla: bool, max_spans: int):
         self.path = os.path.abspath(path)
         session = ranks.get_session()
         if any(
@@ -120,8 +120,8 @@ class Timeline:
             pass
         with session.call_lock:
             session.begin_call()
-            session.run(StartRecording(max_spans, compute))
-            self._recording = _Recording(self.path, compute, session)
+            session.run(StartRecording(max_spans, records_xla))
+            self._recording = _Recording(self.path, records_xla, session)
             session.rank.pending_operations.append(self._recording)  # `synkhronos.close` calls finish()
 
     def __enter__(self) -> Timeline:
@@ -147,7 +147,7 @@ class Timeline:
             session.rank.pending_operations.remove(self._recording)
 
 
-def timeline(path: str | os.PathLike[str], compute: bool = False, max_spans: int = _MAX_SPANS) -> Timeline:
+def timeline(path: str | os.PathLike[str], records_xla: bool = False, max_spans: int = _MAX_SPANS) -> Timeline:
     """Record the activities of each rank, and write them to a file in Chrome's trace format.
 
     Open the file at https://ui.perfetto.dev, or print a report by ``python -m synkhronos show FILE``.  The clocks of
@@ -157,7 +157,7 @@ def timeline(path: str | os.PathLike[str], compute: bool = False, max_spans: int
     ----------
     path : path
         File to write; compressed if its name ends in ``.gz``.
-    compute : bool
+    records_xla : bool
         Whether XLA's operations are recorded, too, by JAX's profiler, which slows the run down.
     max_spans : int
         Maximal number of spans of a rank, about 150 bytes each.  The latest are kept.
@@ -185,6 +185,6 @@ def timeline(path: str | os.PathLike[str], compute: bool = False, max_spans: int
     ...     total = f(np.ones((4, 2)))
     >>> synk.close()
     """
-    check_flag(compute, "compute")
+    check_flag(records_xla, "records_xla")
     check_at_least(max_spans, "max_spans", 1)
-    return Timeline(path, compute, max_spans)
+    return Timeline(path, records_xla, max_spans)

@@ -18,7 +18,7 @@ from synkhronos.timelines.chrome_trace import read_trace
 from synkhronos.timelines.spans import CALL_NAME, IDLE_NAME, WAIT_CATEGORY
 
 #: Name of the master's activity between its calls.
-SCRIPT = "the script itself"
+SCRIPT_NAME = "the script itself"
 #: Colour of activities without a colour in `_COLOURS`.
 _OTHER_COLOUR = "#9aa5b1"
 #: Colours of the categories.
@@ -43,7 +43,7 @@ _N_DRAWN_CALLS = 4
 _MAX_DRAWN_ACTIVITIES = 4000
 
 
-class Interval(NamedTuple):
+class Activity(NamedTuple):
     """A span of a rank, or a part of it.  Times are in microseconds."""
 
     start: float
@@ -56,26 +56,26 @@ class Interval(NamedTuple):
 class RankTimeline:
     """Parts of the spans of a rank's main thread, without overlap; XLA's operations; and the master's calls."""
 
-    activities: list[Interval] = field(default_factory=list)
-    xla_operations: list[Interval] = field(default_factory=list)
-    calls: list[Interval] = field(default_factory=list)
+    activities: list[Activity] = field(default_factory=list)
+    xla_operations: list[Activity] = field(default_factory=list)
+    calls: list[Activity] = field(default_factory=list)
 
 
 class CriticalPathStep(NamedTuple):
     """An activity on the critical path."""
 
     rank: int
-    activity: Interval
+    activity: Activity
 
 
 def read_timelines(path: str) -> dict[int, RankTimeline]:
     """Return the timelines of a trace, by rank; raise ValueError if the file is no trace of `synkhronos.timeline`."""
-    spans: dict[int, list[Interval]] = defaultdict(list)
+    spans: dict[int, list[Activity]] = defaultdict(list)
     timelines: dict[int, RankTimeline] = defaultdict(RankTimeline)
     for event in read_trace(path):
         if event.get("ph") != "X":
             continue
-        span = Interval(event["ts"], event["ts"] + event["dur"], event["name"], event["cat"])
+        span = Activity(event["ts"], event["ts"] + event["dur"], event["name"], event["cat"])
         if span.category == "compute":
             timelines[event["pid"]].xla_operations.append(span)
         elif event["tid"] == 0:
@@ -88,10 +88,10 @@ def read_timelines(path: str) -> dict[int, RankTimeline]:
     return dict(sorted(timelines.items()))
 
 
-def flatten_spans(spans: Iterable[Interval]) -> list[Interval]:
+def flatten_spans(spans: Iterable[Activity]) -> list[Activity]:
     """Return the parts of nested spans.  Each moment belongs to the innermost span that contains it."""
-    activities: list[Interval] = []
-    open_spans: list[Interval] = []
+    activities: list[Activity] = []
+    open_spans: list[Activity] = []
     position = 0.0
 
     def advance(until: float) -> None:
@@ -112,7 +112,7 @@ def flatten_spans(spans: Iterable[Interval]) -> list[Interval]:
     return activities
 
 
-def sum_by_name(activities: Iterable[Interval]) -> dict[str, float]:
+def sum_by_name(activities: Iterable[Activity]) -> dict[str, float]:
     """Return the total time of each name in microseconds, the longest first."""
     totals: dict[str, float] = defaultdict(float)
     for activity in activities:
@@ -143,15 +143,15 @@ def find_critical_path(timelines: dict[int, RankTimeline]) -> list[CriticalPathS
         i = bisect.bisect_left(starts[rank], time) - 1
         activity = timelines[rank].activities[i] if i >= 0 else None
         if activity is None or activity.end < time:  # between two spans
-            name = SCRIPT if rank == master else "other"
-            activity = Interval(start_of_run if activity is None else activity.end, time, name, "call")
+            name = SCRIPT_NAME if rank == master else "other"
+            activity = Activity(start_of_run if activity is None else activity.end, time, name, "call")
         elif activity.category == WAIT_CATEGORY:
             # A wait for a command ends with the master's work, any other wait with the last peer's work.
             peers = [master] if activity.name == IDLE_NAME else [peer for peer in timelines if peer != rank]
             last_peer = max(peers, key=find_last_work_end, default=rank)
             work_end = max(find_last_work_end(last_peer), activity.start, start_of_run)
             if work_end < time:
-                path.append(CriticalPathStep(rank, Interval(work_end, time, "wake up", "call")))
+                path.append(CriticalPathStep(rank, Activity(work_end, time, "wake up", "call")))
                 time = work_end
             if time > activity.start:
                 rank = last_peer
@@ -162,7 +162,7 @@ def find_critical_path(timelines: dict[int, RankTimeline]) -> list[CriticalPathS
     return path[::-1]
 
 
-def _get_calls(timelines: dict[int, RankTimeline]) -> list[Interval]:
+def _get_calls(timelines: dict[int, RankTimeline]) -> list[Activity]:
     """Return the master's calls."""
     return next(timeline.calls for timeline in timelines.values() if timeline.calls)
 
@@ -179,7 +179,7 @@ def format_report(path: str, timelines: dict[int, RankTimeline], critical_path: 
         clipped = [s._replace(start=max(s.start, start), end=min(s.end, end)) for s in timeline.activities]
         times_by_rank[rank] = sum_by_name(s for s in clipped if s.end > s.start)
         unnamed = total - sum(times_by_rank[rank].values())
-        times_by_rank[rank][SCRIPT if timeline.calls else "other"] = max(unnamed, 0.0)
+        times_by_rank[rank][SCRIPT_NAME if timeline.calls else "other"] = max(unnamed, 0.0)
         for name, time in times_by_rank[rank].items():
             totals[name] += time
     names_shown = sorted(totals, key=lambda name: -totals[name])[:_MAX_LINES]
@@ -200,7 +200,7 @@ def format_report(path: str, timelines: dict[int, RankTimeline], critical_path: 
     return "\n".join(lines) + "\n"
 
 
-def _measure_union(activities: Sequence[Interval]) -> float:
+def _measure_union(activities: Sequence[Activity]) -> float:
     """Return the total length of the union of activities."""
     length, position = 0.0, float("-inf")
     for activity in sorted(activities):
@@ -232,7 +232,7 @@ def draw_timelines(
     drawn_calls = calls[max(0, len(calls) // 2 - _N_DRAWN_CALLS // 2) :][:_N_DRAWN_CALLS]
     start, end = drawn_calls[0].start, drawn_calls[-1].end
     scale, unit = (1e-3, "ms") if end - start > 2e3 else (1.0, "us")
-    rows: list[tuple[str, list[Interval]]] = []
+    rows: list[tuple[str, list[Activity]]] = []
     for rank, timeline in timelines.items():
         rows.append((f"rank {rank}", timeline.activities))
         if timeline.xla_operations:
@@ -256,7 +256,7 @@ def draw_timelines(
     pyplot.close(figure)
 
 
-def _draw_row(axis: Any, y: int, activities: Sequence[Interval], start: float, end: float, scale: float) -> set[str]:
+def _draw_row(axis: Any, y: int, activities: Sequence[Activity], start: float, end: float, scale: float) -> set[str]:
     """Draw the activities between ``start`` and ``end`` as bars at height ``y``, and return their categories."""
     visible = [s for s in activities if s.end > start and s.start < end][:_MAX_DRAWN_ACTIVITIES]
     bars = [((max(s.start, start) - start) * scale, (min(s.end, end) - max(s.start, start)) * scale) for s in visible]

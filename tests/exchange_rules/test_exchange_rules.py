@@ -13,7 +13,7 @@ from library import DEVICE, GPU_DEVICE, NAME, XLA, fork_ranks, limit_examples, s
 import synkhronos as synk
 from synkhronos import exchange_rules
 from synkhronos.exchange_rules import elastic as elastic_rule
-from synkhronos.exchange_rules.rule import as_bfloat16
+from synkhronos.exchange_rules.rule import round_to_bfloat16
 from synkhronos.exchange_rules.state import FlatVariables
 
 # As in conftest.py, 3 ranks cover all cases of 2; 4 are a power of two, by which weights are halved exactly.
@@ -375,7 +375,7 @@ def test_rules_with_precision_16_stay_close(n_ranks, make, precision):
 @limit_examples(200)
 @given(st.floats(-(2.0**127), 2.0**127, width=32))
 def test_bfloat16_rounds_to_nearest(value):
-    rounded = float(as_bfloat16(np.array([value], np.float32))[0])
+    rounded = float(round_to_bfloat16(np.array([value], np.float32))[0])
     ulp = 2.0 ** max(np.floor(np.log2(abs(value))) - 7, -133) if value else 0
     assert abs(rounded - value) <= ulp / 2
 
@@ -474,7 +474,7 @@ def test_unflatten_moves_variables_to_the_device(n_ranks):
     vector, values = FlatVariables(shareds := make_variables()), np.arange(float(D))
     vector.set(GPU_DEVICE.from_numpy(values))
     assert all(GPU_DEVICE.owns(variable.container.storage[0]) for variable in shareds)
-    np.testing.assert_array_equal(vector.get_on_host(), values)
+    np.testing.assert_array_equal(vector.to_numpy(), values)
     vector.set(values[::-1].copy())  # values from the host do not move the variables
     assert all(GPU_DEVICE.owns(variable.container.storage[0]) for variable in shareds)
-    np.testing.assert_array_equal(vector.get_on_host(), values[::-1])
+    np.testing.assert_array_equal(vector.to_numpy(), values[::-1])

@@ -250,7 +250,7 @@ def test_training_with_an_infinite_parameter_is_no_training_of_nothing():
     for _ in range(50):
         params[1].set_value(params[1].get_value() + 1)
         check.record_step()
-    check.check_params_change(0.1, epoch_ended=False)
+    check.check_params_change(0.1, has_epoch_ended=False)
 
 
 @pytest.mark.slow

@@ -97,10 +97,10 @@ def test_trainer_with_loader_equals_arrays(fork, load, rule, n):
     params, others = train(rule, (loader, None), valid=valid)
     assert_same(params, expected)
     for report, other_report in zip(reports, others, strict=True):
-        assert (report.rows_seen, report.steps, report.rows_per_step) == (
+        assert (report.rows_seen, report.steps, report.batch_description) == (
             other_report.rows_seen,
             other_report.steps,
-            other_report.rows_per_step,
+            other_report.batch_description,
         )
         np.testing.assert_allclose(
             [other_report.loss, other_report.validation["mse"]], [report.loss, report.validation["mse"]], rtol=1e-12

@@ -298,7 +298,7 @@ UNDOCUMENTED = {
     "Model": {"next_batch", "prepare", "train_fn", "val_fn"},
     "Recorder": {"write_rank_record"},
     "Report": {"to_record"},
-    "TrainFunction": {"get_state_vector", "set_state_vector", "take_steps_with_weights"},
+    "TrainFunction": {"gather_state_vector", "set_state_vector", "take_steps_with_weights"},
 }
 
 

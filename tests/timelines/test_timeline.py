@@ -20,7 +20,7 @@ from synkhronos.ranks.control_memory import ControlMemory
 from synkhronos.timelines import timeline_report
 from synkhronos.timelines.spans import _time_calls, register_traced_method
 from synkhronos.timelines.timeline_report import (
-    Interval,
+    Activity,
     RankTimeline,
     find_critical_path,
     flatten_spans,
@@ -144,7 +144,7 @@ def test_timeline_refuses_wrong_arguments_and_a_second_one(step, tmp_path):
     with pytest.raises(ValueError, match="max_spans"):
         synk.timeline(tmp_path / "run.json", max_spans=0)
     with pytest.raises(TypeError, match="compute"):
-        synk.timeline(tmp_path / "run.json", compute="yes")
+        synk.timeline(tmp_path / "run.json", records_xla="yes")
     with synk.timeline(tmp_path / "run.json"), pytest.raises(RuntimeError, match="another"):
         synk.timeline(tmp_path / "second.json")
     synk.close()
@@ -169,7 +169,7 @@ def test_timeline_records_xla_computations(tmp_path, two_ranks_per_test):
     x = T.dmatrix("x")
     f = synk.function([x], (T.tanh(x.dot(x.T)).sum(), "sum"))
     float(f(np.ones((8, 30))))
-    with synk.timeline(tmp_path / "run.json", compute=True):
+    with synk.timeline(tmp_path / "run.json", records_xla=True):
         float(f(np.ones((8, 30))))
     ranks = timeline_report.read_timelines(str(tmp_path / "run.json"))
     for spans in ranks.values():
@@ -184,7 +184,7 @@ def test_timeline_records_xla_computations(tmp_path, two_ranks_per_test):
 
 
 def test_flatten_spans_splits_nested_spans():
-    spans = [Interval(0, 10, "a", "x"), Interval(2, 5, "b", "x"), Interval(3, 4, "c", "x"), Interval(12, 13, "d", "x")]
+    spans = [Activity(0, 10, "a", "x"), Activity(2, 5, "b", "x"), Activity(3, 4, "c", "x"), Activity(12, 13, "d", "x")]
     assert [(s.start, s.end, s.name) for s in flatten_spans(spans)] == [
         (0, 2, "a"),
         (2, 3, "b"),
@@ -205,7 +205,7 @@ def test_flatten_spans_assigns_each_moment_to_the_innermost_span(data):
                 break
             first = data.draw(st.integers(position, end - 2))
             last = data.draw(st.integers(first + 1, end))
-            spans += [Interval(first, last, f"{depth}", "x"), *draw(first, last, depth - 1)]
+            spans += [Activity(first, last, f"{depth}", "x"), *draw(first, last, depth - 1)]
             position = last
         return spans
 
@@ -222,8 +222,8 @@ def test_flatten_spans_assigns_each_moment_to_the_innermost_span(data):
 
 def make_timelines(*ranks):
     """Return timelines from tuples (start, end, name, category); the first rank is the master, with one call."""
-    timelines = {number: RankTimeline([Interval(*s) for s in rank]) for number, rank in enumerate(ranks)}
-    timelines[0].calls = [Interval(ranks[0][0][0], ranks[0][-1][1], "call", "call")]
+    timelines = {number: RankTimeline([Activity(*s) for s in rank]) for number, rank in enumerate(ranks)}
+    timelines[0].calls = [Activity(ranks[0][0][0], ranks[0][-1][1], "call", "call")]
     return timelines
 
 
@@ -233,9 +233,9 @@ def test_critical_path_goes_through_the_slowest_rank():
         [(0, 1, "wait for a command", "wait"), (1, 8, "launch", "launch"), (8, 9, "wait for a command", "wait")],
     )
     assert find_critical_path(ranks) == [
-        (0, Interval(0, 1, "post", "post")),
-        (1, Interval(1, 8, "launch", "launch")),
-        (0, Interval(8, 9, "wake up", "call")),
+        (0, Activity(0, 1, "post", "post")),
+        (1, Activity(1, 8, "launch", "launch")),
+        (0, Activity(8, 9, "wake up", "call")),
     ]
 
 
@@ -245,8 +245,8 @@ def test_critical_path_changes_ranks_at_a_barrier():
         [(0, 2, "launch", "launch"), (2, 6, "wait for a peer", "wait"), (6, 12, "all_reduce", "exchange")],
     )
     assert find_critical_path(ranks) == [
-        (0, Interval(0, 6, "launch", "launch")),
-        (1, Interval(6, 12, "all_reduce", "exchange")),
+        (0, Activity(0, 6, "launch", "launch")),
+        (1, Activity(6, 12, "all_reduce", "exchange")),
     ]
 
 

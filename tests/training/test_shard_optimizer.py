@@ -166,7 +166,7 @@ def test_shard_optimizer_state_is_set_for_all_sharded_variables(n_ranks):
     train(X, Y)
     before = train.get_optimizer_state()
     others = [variable for variable in train._graph.optimizer_state if variable.name != "w_m"]
-    vector = train.get_state_vector(others)
+    vector = train.gather_state_vector(others)
     with pytest.raises(ValueError, match=r"^whole_variables: expected all sharded variables; missing: \['w_m'\]"):
         train.set_state_vector(others, vector)
     assert_equal(train.get_optimizer_state(), before)

@@ -273,7 +273,7 @@ def test_on_death_leaves_out_a_broken_device(name, monkeypatch, tmp_path):
                 while True:
                     model.count_uses()
     assert ranks.get_session().size == 2
-    assert [report.rows_per_step for report in reports] == ["3 x 5 = 15", "2 x 5 = 10", "2 x 5 = 10"]
+    assert [report.batch_description for report in reports] == ["3 x 5 = 15", "2 x 5 = 10", "2 x 5 = 10"]
     assert [death["rank"] for death in reports[1].deaths] == [1, 2, 2]
     assert all("could not start: rank 2 raised OSError" in death["cause"] for death in reports[1].deaths[1:])
     values = model.values()
@@ -316,7 +316,7 @@ def test_on_death_leaves_out_all_workers_within_steps(name, monkeypatch):
     CommandKiller(monkeypatch, {4: (1, True)})
     break_devices(monkeypatch, lambda number, size: True)
     reports = list(model.epochs(epochs=3, valid=(X, Y), on_death="continue"))
-    assert ranks.get_session().size == 1 and reports[-1].rows_per_step == "1 x 5 = 5"
+    assert ranks.get_session().size == 1 and reports[-1].batch_description == "1 x 5 = 5"
     assert [report.rows_seen for report in reports] == [60, 120, 180]
     assert sum(len(report.deaths) for report in reports) == 5
     np.testing.assert_allclose(synk.function([], model.w.sum())(), np.sum(model.w.get_value()))

@@ -18,7 +18,7 @@ def test_trainer_learns_with_every_rule(n_ranks, name):
     reports = list(model.epochs(epochs=epochs, valid=(X, Y)))
     assert [report.epoch for report in reports] == list(range(1, epochs + 1))
     assert reports[-1].validation["mse"] < 0.05 * reports[0].loss
-    assert reports[-1].rows_per_step == f"{n_ranks} x 5 = {5 * n_ranks}"
+    assert reports[-1].batch_description == f"{n_ranks} x 5 = {5 * n_ranks}"
     np.testing.assert_allclose(
         reports[-1].validation["mse"], np.mean((X @ model.w.get_value() + model.b.get_value() - Y) ** 2)
     )

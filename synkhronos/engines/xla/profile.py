@@ -26,7 +26,7 @@ class XlaProfile:
 
     def start(self) -> None:
         """Start the profiler; raise ImportError if JAX is not installed."""
-        profiler = import_package("jax.profiler", "timeline(compute=True)", "jax")
+        profiler = import_package("jax.profiler", "timeline(records_xla=True)", "jax")
         self._folder = tempfile.TemporaryDirectory(prefix="synkhronos-profile-")
         profiler.start_trace(self._folder.name, create_perfetto_trace=False)
         for _ in range(3):

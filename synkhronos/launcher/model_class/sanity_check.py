@@ -56,12 +56,12 @@ class SanityCheck:
             self._step_hashes.append(hash_step(self._step_values))
         return not self._is_compared and len(self._step_hashes) == _N_COMPARED_STEPS
 
-    def check_params_change(self, learning_rate: float, epoch_ended: bool) -> None:
+    def check_params_change(self, learning_rate: float, has_epoch_ended: bool) -> None:
         """Raise IneffectiveTrainingError if no parameter has changed although the learning rate is not 0.
 
         Nothing is checked before step 50, or step 2 if the epoch has ended.
         """
-        if self._has_changed or self._n_steps < (2 if epoch_ended else _MAX_UNCHANGED_STEPS) or learning_rate == 0:
+        if self._has_changed or self._n_steps < (2 if has_epoch_ended else _MAX_UNCHANGED_STEPS) or learning_rate == 0:
             return
         self._has_changed = hash_values(self._params) != self._initial_params_hash
         if not self._has_changed:
@@ -99,9 +99,9 @@ def find_ranks_with_equal_steps(step_hashes_by_rank: Sequence[list[str] | None])
 
 def hash_step(step_values: FlatVariables) -> str:
     """Return a hash of the values that a step has computed; "" if some are NaN or infinite."""
-    return hash_values(step_values) if np.isfinite(step_values.get_on_host()).all() else ""
+    return hash_values(step_values) if np.isfinite(step_values.to_numpy()).all() else ""
 
 
 def hash_values(vector: FlatVariables) -> str:
     """Return a hash of the vector's elements."""
-    return hashlib.blake2b(np.ascontiguousarray(vector.get_on_host()).view(np.uint8).data, digest_size=16).hexdigest()
+    return hashlib.blake2b(np.ascontiguousarray(vector.to_numpy()).view(np.uint8).data, digest_size=16).hexdigest()

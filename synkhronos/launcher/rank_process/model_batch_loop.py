@@ -102,7 +102,7 @@ class ModelBatchLoop(BatchLoop):
         """Check that steps change parameters, and that synchronous ranks take different ones."""
         if self.sanity_check.record_step() and not self.exchange_rule.asynchronous:
             self.sanity_check.compare_ranks(self.context)
-        self.sanity_check.check_params_change(self.recorder.learning_rate, epoch_ended=False)
+        self.sanity_check.check_params_change(self.recorder.learning_rate, has_epoch_ended=False)
 
     def _apply_gradients(self) -> Any:
         with use_model_precision():

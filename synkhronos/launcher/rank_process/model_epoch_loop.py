@@ -172,7 +172,7 @@ class ModelEpochLoop(ReportLoop):
         if not self.batch_loop.is_stopped_by_signal:
             self.recorder.clear_train_info()
             call_optional(self.model, "reset_iter", "train")
-            self.sanity_check.check_params_change(self.recorder.learning_rate, epoch_ended=True)
+            self.sanity_check.check_params_change(self.recorder.learning_rate, has_epoch_ended=True)
             if self.state.exchange_rule.asynchronous:
                 self.sanity_check.compare_ranks(self.context)
         self.state.set_params_to_consensus()
@@ -255,7 +255,7 @@ class ModelEpochLoop(ReportLoop):
         values |= {f"validation {name}": value for name, value in report.validation.items()}
         line = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
         sys.stdout.write(
-            f"epoch {report.epoch} done: {line}; batch {report.rows_per_step}, {report.rows_per_second:,.0f} "
+            f"epoch {report.epoch} done: {line}; batch {report.batch_description}, {report.rows_per_second:,.0f} "
             f"{self.recorder.unit}/s\n"
         )
 
@@ -263,10 +263,10 @@ class ModelEpochLoop(ReportLoop):
         """Write a checkpoint after an epoch."""
         self.state.save(report.metrics)
 
-    def _save_snapshot(self, epoch: int, last: bool) -> None:
+    def _save_snapshot(self, epoch: int, is_last: bool) -> None:
         """Call ``save(path)`` of the model, if it has this method, on rank 0 every five epochs and at the end."""
         save = getattr(self.model, "save", None)
-        if self.context.number == 0 and callable(save) and (epoch % _SAVE_EPOCHS == 0 or last):
+        if self.context.number == 0 and callable(save) and (epoch % _SAVE_EPOCHS == 0 or is_last):
             (self.state.folder / "snapshots").mkdir(exist_ok=True)
             save(f"{self.state.folder / 'snapshots'}{os.sep}")  # Theano-MPI's models append a file's name
 

@@ -100,7 +100,7 @@ class ModelState:
         is_within_epoch = metrics is None
         if isinstance(self.exchange_rule, GradientSumRule) and not self.applies_gradients:
             self.exchange_rule.save_pending(self.exchange_state)
-        state = rank_state.collect_state(self.context, self._spec)
+        state = rank_state.read_state(self.context, self._spec)
         totals, total_steps = self.recorder.meter.totals, self.recorder.meter.total_steps
         position = (
             {**self.position, "record": [totals.steps, totals.weighted_loss_sum, totals.weight_sum]}
@@ -135,9 +135,7 @@ class ModelState:
 
     def get_generator_states(self) -> tuple[list[Any], dict[str, Any]]:
         """Return the states of the model's random generators, and of the global generators, on this rank."""
-        return rank_state.collect_generator_states(
-            self.context, self.variables.generators
-        ), get_global_generator_states()
+        return rank_state.read_generator_states(self.context, self.variables.generators), get_global_generator_states()
 
     def set_generator_states(self, states: list[Any], global_states: dict[str, Any]) -> None:
         """Set this rank's random generators to states from `get_generator_states`."""

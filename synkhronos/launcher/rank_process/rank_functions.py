@@ -52,7 +52,7 @@ _EXCHANGE_DESCRIPTIONS = {
 
 
 @dataclass
-class LaunchedRank:
+class PreparedRank:
     """Objects of one rank that `prepare_rank` and `build_model` pass on to later functions."""
 
     model: Any = None
@@ -63,9 +63,9 @@ class LaunchedRank:
     remote_recorder: RemoteRecorder | None = None
 
     @staticmethod
-    def from_context(context: RankContext) -> LaunchedRank:
+    def from_context(context: RankContext) -> PreparedRank:
         """Return the object of this rank."""
-        return get_rank(context).registry.get_or_create(LaunchedRank)
+        return get_rank(context).registry.get_or_create(PreparedRank)
 
 
 def prepare_rank(
@@ -84,7 +84,7 @@ def prepare_rank(
         cores = arguments.rank_cores[context.number] if arguments.rank_cores else None
         placement = f"on {devices[context.number]}, {core_binding.describe_binding(cores)}"
     else:
-        LaunchedRank.from_context(context).remote_recorder = start_output_forwarder(context.number)
+        PreparedRank.from_context(context).remote_recorder = start_output_forwarder(context.number)
         host_ranks = next(ranks for ranks in ranks_by_host if context.number in ranks)
         device = "cpu" if devices[0] == "cpu" else f"cuda{host_ranks.index(context.number)}"
         placement = f"on {device} of host {platform.node()}, {core_binding.describe_binding(None)}"
@@ -130,8 +130,8 @@ def build_model(context: RankContext, settings: Settings, exchange_rule: Exchang
         if context.number:
             generator = library.jump_generator(generator, context.number)
         library.set_generator(variable, generator)
-    launched = LaunchedRank.from_context(context)
-    launched.model, launched.variables, launched.exchanged_quantity = model, variables, exchanged_quantity
+    prepared = PreparedRank.from_context(context)
+    prepared.model, prepared.variables, prepared.exchanged_quantity = model, variables, exchanged_quantity
     exchange_vector = FlatVariables(variables.exchanged)
     return exchange_vector.size, exchange_vector.dtype.name
 
@@ -145,13 +145,13 @@ def train_model(
     stop_flag: LocalRows,
 ) -> bool:
     """Train the instance from `build_model`, and call its ``cleanup``; return False if a signal stopped it."""
-    launched = LaunchedRank.from_context(context)
-    model, variables = launched.model, launched.variables
+    prepared = PreparedRank.from_context(context)
+    model, variables = prepared.model, prepared.variables
     assert variables is not None
-    if launched.exchanged_quantity == "gradient":
+    if prepared.exchanged_quantity == "gradient":
         exchange_rule = GradientSumRule(model, exchange_rule.precision)
     is_on_first_host = context.number < len(settings.devices)
-    writer = Recorder(settings.folder) if is_on_first_host else launched.remote_recorder
+    writer = Recorder(settings.folder) if is_on_first_host else prepared.remote_recorder
     folder = Path(settings.folder) if is_on_first_host else None
     recorder = ModelRecorder(context.number, writer, settings.every, get_batch_size(model), folder)
     state = ModelState(context, settings, exchange_rule, model, variables, shared_arrays, recorder)

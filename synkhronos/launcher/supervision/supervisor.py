@@ -72,9 +72,9 @@ class Supervisor:
         self._n_logged_deaths = 0
         self._old_checkpoints = self._list_checkpoints()
         #: Checkpoint, on disk or in memory, that the ranks resume from.
-        self._checkpoint = settings.resume
+        self._checkpoint_path = settings.resume
         if settings.resume == "latest":
-            self._checkpoint = str(list_checkpoints(self.folder / "checkpoints")[-1])
+            self._checkpoint_path = str(list_checkpoints(self.folder / "checkpoints")[-1])
         self._console = Console(1, self._enforce_deadline)
         self._error_console = Console(2, self._enforce_deadline)
 
@@ -145,7 +145,7 @@ class Supervisor:
             remote_output_pipe=pipes[n_here] if settings.hosts else None,
             rank_cores=rank_cores,
             allowed_cores=allowed,
-            checkpoint_path=self._checkpoint,
+            checkpoint_path=self._checkpoint_path,
             memory_checkpoint_folder=None if self._memory_checkpoints is None else str(self._memory_checkpoints.path),
             is_recovery=self._death_limit.n_deaths > 0,
         )
@@ -273,9 +273,9 @@ class Supervisor:
             return False  # the ranks have raised an error, and would raise it again
         self._n_logged_deaths = len(deaths)  # the master may record a death, and then die too
         paths = list_checkpoints(self._memory_checkpoints.path)
-        newest = str(paths[-1]) if paths else self._checkpoint
+        newest = str(paths[-1]) if paths else self._checkpoint_path
         limit, rank = self._death_limit, deaths[-1]["rank"]
-        if newest != self._checkpoint:
+        if newest != self._checkpoint_path:
             limit.reset_deaths_since_copy()
         if excess := limit.record_death(rank, deaths[-1]["is_failed_start"]):
             self._error_console.write(f"{excess}\n")
@@ -284,7 +284,7 @@ class Supervisor:
             limit.reset_deaths_since_copy()
             if not (self._remove_ranks_of_hosts(deaths) if self.settings.hosts else self._remove_device(rank)):
                 return False
-        self._checkpoint = newest
+        self._checkpoint_path = newest
         (self.folder / FAILURE_FILE).unlink(missing_ok=True)
         self._remove_records_without_checkpoint()
         source = "the beginning, as there is no checkpoint" if newest is None else f"the checkpoint {Path(newest).name}"
@@ -340,14 +340,14 @@ class Supervisor:
             self._memory_checkpoints.clear()
         written_paths = {path for path, _ in self._list_checkpoints() - self._old_checkpoints}
         if new_paths := [path for path in list_checkpoints(self.folder / "checkpoints") if path in written_paths]:
-            self._checkpoint = str(new_paths[-1])
+            self._checkpoint_path = str(new_paths[-1])
         self._remove_records_without_checkpoint()
-        source = self._checkpoint or "the beginning, as it has no checkpoint"
+        source = self._checkpoint_path or "the beginning, as it has no checkpoint"
         self._error_console.write(f"restart {self._n_restarts} of {self.settings.restarts} from {source}\n")
 
     def _remove_records_without_checkpoint(self) -> None:
         """Remove the records if the run starts from its beginning."""
-        if self._checkpoint is None:
+        if self._checkpoint_path is None:
             for file in self.folder.glob("*.jsonl"):
                 file.unlink()
 

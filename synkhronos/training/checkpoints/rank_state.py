@@ -2,7 +2,7 @@
 
 Trainers and the launcher save and resume::
 
-    all ranks: collect_state --> one rank: pack_states      --> CheckpointFolder
+    all ranks: read_state --> one rank: pack_states      --> CheckpointFolder
     all ranks: restore_state <-- one rank: check_can_resume <-- CheckpointFolder
 
 While a report is made, all ranks have the exchange rule's consensus parameters (`set_params_to_consensus`).  Each rank
@@ -45,7 +45,7 @@ class RankStateSpec:
         return ExchangeState(variables.exchanged, variables.whole_optimizer, self.shared_arrays, variables.n_averages)
 
 
-def collect_state(context: RankContext, spec: RankStateSpec) -> dict[str, Any]:
+def read_state(context: RankContext, spec: RankStateSpec) -> dict[str, Any]:
     """Return the state of this rank; for joint steps, ranks other than 0 return only entries that may differ.
 
     ``others``, ``params``, ``optimizer`` and ``excluded`` are values of the variables in `VariablesByRole`, ``streams``
@@ -133,11 +133,11 @@ def restore_state(context: RankContext, spec: RankStateSpec, path: str, root: in
         state = states_by_rank[root]
     else:
         state = context.receive(root)
-    set_state(context, spec, state)
+    write_state(context, spec, state)
 
 
-def set_state(context: RankContext, spec: RankStateSpec, saved_state: dict[str, Any]) -> None:
-    """Set this rank's state to a result of `collect_state`; generators are unchanged if ``streams`` is None."""
+def write_state(context: RankContext, spec: RankStateSpec, saved_state: dict[str, Any]) -> None:
+    """Set this rank's state to a result of `read_state`; generators are unchanged if ``streams`` is None."""
     spec.variables.write_values(saved_state)
     if saved_state["streams"] is not None:
         for shared, value in zip(spec.variables.generators, saved_state["streams"], strict=True):
@@ -156,7 +156,7 @@ def set_state(context: RankContext, spec: RankStateSpec, saved_state: dict[str, 
 def resize_states(saved_states: list[dict[str, Any]], spec: RankStateSpec, n_ranks: int) -> list[dict[str, Any]]:
     """Convert the states of ranks to ``n_ranks`` ranks.
 
-    ``saved_states`` has results of `collect_state`, each with the exchange rule's memory under ``shared``.  The new
+    ``saved_states`` has results of `read_state`, each with the exchange rule's memory under ``shared``.  The new
     states have no ``shared``, and their ``streams`` are None for ranks that ``saved_states`` does not have.
     """
     if spec.is_joint:
@@ -178,7 +178,7 @@ def resize_states(saved_states: list[dict[str, Any]], spec: RankStateSpec, n_ran
 # -- states of random generators in shared variables, in types that JSON can represent -------------------------
 
 
-def collect_generator_states(context: RankContext, generators: Sequence[SharedVariable]) -> list[Any]:
+def read_generator_states(context: RankContext, generators: Sequence[SharedVariable]) -> list[Any]:
     """Return the states of this rank's generators."""
     return [get_generator_state(shared) for shared in generators]
 
@@ -186,7 +186,7 @@ def collect_generator_states(context: RankContext, generators: Sequence[SharedVa
 def restore_generator_states(
     context: RankContext, generators: Sequence[SharedVariable], states_by_rank: Sequence[list[Any]]
 ) -> None:
-    """Set this rank's generators to their states in ``states_by_rank``, the results of `collect_generator_states`."""
+    """Set this rank's generators to their states in ``states_by_rank``, the results of `read_generator_states`."""
     for shared, state in zip(generators, states_by_rank[context.number], strict=True):
         set_generator_state(shared, state)
 

@@ -41,7 +41,7 @@ class Report:
         Rows of all ranks per second since the last report, without launches that may have compiled functions.
     seconds : dict of str to float
         Mean time of a rank by activity: compute, exchange, wait, load.
-    rows_per_step : str
+    batch_description : str
         Description of a step's rows: ranks times rows per rank, such as ``"4 x 100 = 400"``.
     deaths : list of dict
         Deaths of workers since the last report after which the training continued: ``rank``, ``host``, ``cause``,
@@ -56,7 +56,7 @@ class Report:
     learning_rate: float
     rows_per_second: float
     seconds: dict[str, float]
-    rows_per_step: str
+    batch_description: str
     deaths: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -67,7 +67,7 @@ class Report:
     def to_record(self) -> dict[str, Any]:
         """Return the attributes under the names that record files use, without ``deaths`` if there were none."""
         # Records keep the names of earlier versions, so that `show` can read and compare all files.
-        names = {"rows_seen": "seen", "rows_per_step": "batch"}
+        names = {"rows_seen": "seen", "batch_description": "batch"}
         return {names.get(name, name): value for name, value in vars(self).items() if value or name != "deaths"}
 
     def __str__(self) -> str:
@@ -75,18 +75,22 @@ class Report:
         total = sum(self.seconds.values()) or 1.0
         shares = " ".join(f"{name} {value / total:.0%}" for name, value in self.seconds.items() if value)
         return (
-            f"epoch {self.epoch:g}: loss {self.loss:.4g}{valid}; batch {self.rows_per_step}, "
+            f"epoch {self.epoch:g}: loss {self.loss:.4g}{valid}; batch {self.batch_description}, "
             f"learning rate {self.learning_rate:.3g}, {self.rows_per_second:,.0f} rows/s ({shares})"
             + "".join(f"; {describe_rank(death['rank'], death['host'])} {death['cause']}" for death in self.deaths)
         )
 
 
 def make_report(
-    totals: Sequence[RankTotals], epoch: float, n_rows_seen: int, rows_per_step: str, elapsed: float | None = None
+    totals: Sequence[RankTotals],
+    epoch: float,
+    n_rows_seen: int,
+    batch_description: str,
+    elapsed_seconds: float | None = None,
 ) -> Report:
     """Make the report of an interval from the ranks' totals.  For joint steps ``totals`` has the master's totals only.
 
-    ``elapsed`` is the duration of the interval in seconds, by default the sum of the ranks' mean time by activity.
+    ``elapsed_seconds`` is the duration of the interval in seconds, by default the sum of the ranks' mean time by activity.
     """
     total = add_totals(totals)
     mean_total = replace(total, first_launch_seconds=total.first_launch_seconds / len(totals))
@@ -97,7 +101,9 @@ def make_report(
         loss=total.compute_loss(),
         validation={},
         learning_rate=total.learning_rate,
-        rows_per_second=mean_total.compute_rows_per_second(sum(total.seconds.values()) if elapsed is None else elapsed),
+        rows_per_second=mean_total.compute_rows_per_second(
+            sum(total.seconds.values()) if elapsed_seconds is None else elapsed_seconds
+        ),
         seconds=total.seconds,
-        rows_per_step=rows_per_step,
+        batch_description=batch_description,
     )

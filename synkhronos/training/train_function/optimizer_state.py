@@ -101,14 +101,14 @@ class OptimizerState:
             else:
                 broadcast(shared, value)
 
-    def get_vector(self, whole_variables: Sequence[SharedVariable]) -> np.ndarray:
+    def gather_vector(self, whole_variables: Sequence[SharedVariable]) -> np.ndarray:
         """Return the concatenated values of variables, in the widest of their dtypes."""
         values = self.gather_values(whole_variables)
         dtype = np.result_type(*(value.dtype for value in values)) if values else np.dtype(np.float32)
         return np.concatenate([np.zeros(0, dtype), *(np.ravel(value).astype(dtype, copy=False) for value in values)])
 
     def set_vector(self, whole_variables: Sequence[SharedVariable], vector: np.ndarray) -> None:
-        """Set variables from a result of `get_vector`, as `set_values` does."""
+        """Set variables from a result of `gather_vector`, as `set_values` does."""
         shapes = [get_shape(shared) for shared in whole_variables]
         pieces = np.split(vector, np.cumsum([int(np.prod(shape)) for shape in shapes])[:-1]) if shapes else []
         values = [

@@ -122,11 +122,11 @@ class TrainFunction:
             name="train_gradient",
         )
         self.update = function([], updates=rule_updates.param_updates, name="train_update")
-        self._updates = [self.update]
+        self._update_functions = [self.update]
         if sharded_updates is not None:
-            self._updates.append(function([], updates=sharded_updates.whole_updates, name="train_gather"))
+            self._update_functions.append(function([], updates=sharded_updates.whole_updates, name="train_gather"))
         zeros = get_library(grad_shared).tensor.zeros_like(grad_shared)
-        self._clear = function([], updates=[(grad_shared, zeros)], name="train_clear")
+        self._clear_gradient = function([], updates=[(grad_shared, zeros)], name="train_clear")
         # These attributes follow the functions: deepcopy copies in order, and functions have to copy the variables.
         self.grad_shared = grad_shared
         sharded_variables = {} if sharded_updates is None else sharded_updates.sharded_variables
@@ -139,12 +139,12 @@ class TrainFunction:
                 sharded_updates.row, sharded_updates.rank_number, state_shards, sharded_updates.gathers_gradient
             )
 
-    def get_state_vector(self, shareds: Sequence[SharedVariable]) -> np.ndarray:
-        """Return whole values of variables of the update rule: see `OptimizerState.get_vector`."""
-        return self._optimizer.get_vector(shareds)
+    def gather_state_vector(self, shareds: Sequence[SharedVariable]) -> np.ndarray:
+        """Return whole values of variables of the update rule: see `OptimizerState.gather_vector`."""
+        return self._optimizer.gather_vector(shareds)
 
     def set_state_vector(self, shareds: Sequence[SharedVariable], vector: np.ndarray) -> None:
-        """Set variables of the update rule from `get_state_vector`; compile anew for another number of ranks."""
+        """Set variables of the update rule from `gather_state_vector`; compile anew for another number of ranks."""
         if self._optimizer.is_sharded and self._optimizer.n_ranks != ranks.get_session().size:
             self._compile(self._graph)
         self._optimizer.set_vector(shareds, vector)
@@ -391,12 +391,13 @@ class TrainFunction:
         self._optimizer.ensure_scattered()
         with session.call_lock:
             session.begin_call()
-            dispatcher, updates = get_dispatcher(self.gradient), [get_dispatcher(update) for update in self._updates]
+            dispatcher = get_dispatcher(self.gradient)
+            updates = [get_dispatcher(update) for update in self._update_functions]
             gradient = dispatcher.build_call(session, arrays, batch=batch, batch_s=batch_s, num_slices=num_slices)
-            has_rank_without_rows = self._has_rank_without_rows(session, gradient, batch)
+            has_rank_without_rows = self._check_rank_rows(session, gradient, batch)
             if has_rank_without_rows:
                 # A rank without rows does not write its vector, which would still hold an earlier step's values.
-                clear = get_dispatcher(self._clear)
+                clear = get_dispatcher(self._clear_gradient)
                 call = clear.build_call(session)
                 clear.finish_call(session, call, session.run(call))
             calls = [update.build_call(session) for update in updates]
@@ -450,7 +451,7 @@ class TrainFunction:
             n_steps,
         )
 
-    def _has_rank_without_rows(self, session: ranks.Session, gradient: Call, batch: BatchArgument) -> bool:
+    def _check_rank_rows(self, session: ranks.Session, gradient: Call, batch: BatchArgument) -> bool:
         """Return whether some rank has no rows to compute; raise ValueError if no rank has any.
 
         Runs a command if only the ranks know their numbers of rows.

@@ -161,11 +161,11 @@ class RecoveryPolicy(DeathPolicy):
 
     def _copy_state(self) -> None:
         state, spec = self._state, self._state.spec
-        optimizer = state.get_sharded_optimizer_state()
+        optimizer = state.gather_sharded_optimizer_state()
         if spec.is_joint and not self._ranks_have_own_state:
             self._values, self._sharded_optimizer, self.has_copy = spec.variables.read_values(), optimizer, True
             return  # equal on all ranks
-        by_rank = run(rank_state.collect_state, spec)
+        by_rank = run(rank_state.read_state, spec)
         shared = {name: np.array(data.data) for name, data in spec.shared_arrays.items()}
         stored = self._session.rank.objects.get(("persistent dict", spec.name), {})
         # No worker takes part in these assignments, so an interrupt cannot separate them.
@@ -268,7 +268,7 @@ def restore_copy(
     by_rank = _copies_by_trainer[spec.name] if copy_from_master is None else copy_from_master
     own = by_rank[context.number]
     # The values are copied, since the master restores them again if a worker dies before its next copy.
-    rank_state.set_state(context, spec, deepcopy({**by_rank[0], **own} if spec.is_joint else own))
+    rank_state.write_state(context, spec, deepcopy({**by_rank[0], **own} if spec.is_joint else own))
     if not has_trained:
         context.get_persistent_dict(spec.name).clear()
     if not context.is_master and copy_from_master is None:

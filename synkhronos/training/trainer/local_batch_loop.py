@@ -157,7 +157,7 @@ class LocalBatchLoop(TrainerBatchLoop):
 
     def _launch_steps(self, rows: list[Any]) -> list[tuple[Any, Any]]:
         data, state = self.source.data, self.state
-        if state.average_size:
+        if state.n_average_items:
             state.own["batches"] = state.own.get("batches", 0.0) + sum(map(len, rows)) / self.plan.batch_size
         if len(rows) > 1 and len({len(array) for array in rows}) == 1:
             all_rows = np.concatenate(rows)
@@ -189,7 +189,7 @@ class LocalBatchLoop(TrainerBatchLoop):
         self.state.learning_rate = self.rate
         self.periodic_exchange.run()
         self._unexchanged_weights = []
-        if self.state.average_size:
+        if self.state.n_average_items:
             self.state.own["batches"] = 0.0
 
 

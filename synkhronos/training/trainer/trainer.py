@@ -390,7 +390,7 @@ def make_trainer(
     >>> rows = np.random.default_rng(0).normal(size=(200, 3))
     >>> for report in trainer.epochs(rows, rows @ [1.0, 2.0, 3.0], batch_size=5, epochs=10):
     ...     pass
-    >>> print(w.get_value().round(2), report.rows_per_step)
+    >>> print(w.get_value().round(2), report.batch_description)
     [1. 2. 3.] 2 x 5 = 10
     >>> synk.close()
     """

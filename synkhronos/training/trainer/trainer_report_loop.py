@@ -280,7 +280,7 @@ class TrainerReportLoop(ReportLoop):
 
         def validate_or_undo() -> bool:
             # After a death the whole validation is repeated, since there may be fewer ranks.
-            states = run(rank_state.collect_generator_states, generators) if generators else []
+            states = run(rank_state.read_generator_states, generators) if generators else []
             is_complete = self._validate(report)  # the metrics may draw random numbers
             if not is_complete and generators:  # a resumed run repeats the validation
                 run(rank_state.restore_generator_states, generators, states)

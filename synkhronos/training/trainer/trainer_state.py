@@ -59,7 +59,8 @@ class TrainerState:
     """State of a trainer on the ranks, and its checkpoints; ``update_rule`` is the result of `describe_update_rule`.
 
     ``spec`` has the variables that each rank saves and restores: all ``variables`` without those of a sharded
-    optimizer, which ``sharded_step`` has.  ``rate`` is the learning rate's variable on all ranks; NaN if it is unknown.
+    optimizer, which ``sharded_step`` has.  ``rate`` is the value of the learning rate's variable on all ranks; NaN
+    if it is unknown.
     """
 
     def __init__(
@@ -98,22 +99,22 @@ class TrainerState:
     def _describe(self) -> dict[str, Any]:
         return describe_training("trainer", self.spec.exchange_rule, self.variables, self._update_rule)
 
-    def get_sharded_optimizer_state(self) -> np.ndarray | None:
+    def gather_sharded_optimizer_state(self) -> np.ndarray | None:
         """Gather the variables of a sharded optimizer from all ranks into one vector; None if it is not sharded."""
         step = self._sharded_step
-        return None if step is None else step.get_state_vector(self.variables.whole_optimizer)
+        return None if step is None else step.gather_state_vector(self.variables.whole_optimizer)
 
     def set_sharded_optimizer_state(self, vector: np.ndarray | None) -> None:
-        """Divide the vector from `get_sharded_optimizer_state` among the present ranks; do nothing if it is None."""
+        """Divide the vector from `gather_sharded_optimizer_state` among the present ranks; do nothing if it is None."""
         if self._sharded_step is not None and vector is not None:
             self._sharded_step.set_state_vector(self.variables.whole_optimizer, vector)
 
     def save(self, checkpoints: CheckpointFolder, data: EpochData, schedule: Schedule, n_rows_seen: int) -> None:
         """Write a checkpoint of all ranks; its metrics are those of a report, if it follows one directly."""
         position = self.position
-        by_rank = run(rank_state.collect_state, self.spec)
+        by_rank = run(rank_state.read_state, self.spec)
         if self._sharded_step is not None:
-            by_rank[0]["optimizer"] = self.get_sharded_optimizer_state()
+            by_rank[0]["optimizer"] = self.gather_sharded_optimizer_state()
         shared_arrays = {name: array.data for name, array in self.spec.shared_arrays.items()}
         arrays, layout = rank_state.pack_states(by_rank, shared_arrays, self.spec.is_joint)
         meta = {

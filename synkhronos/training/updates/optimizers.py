@@ -16,7 +16,7 @@ from synkhronos.training.updates.update_rule import (
     FormulaContext,
     NewValues,
     RuleUpdates,
-    add_shared_sections,
+    add_docstring_sections,
     format_hyperparameter,
     update_rule,
 )
@@ -140,7 +140,7 @@ def _document_velocity(example: str, result: float) -> Callable[[DecoratedFuncti
     def decorate(function: DecoratedFunction) -> DecoratedFunction:
         lines = [_UPDATES_DOC, format_hyperparameter(inspect.signature(function).parameters["momentum"], {})]
         call = f"{function.__name__}(sgd(w**2, [w], learning_rate=0.25), {example})"
-        add_shared_sections(function, lines, _UPDATES_RETURNS_DOC, call, result)
+        add_docstring_sections(function, lines, _UPDATES_RETURNS_DOC, call, result)
         return function
 
     return decorate

@@ -26,7 +26,7 @@ class ShardLayout:
         Whether each parameter is sharded.  Every row has the whole of a parameter that is not.
     lengths : list of int
         Number of columns of each parameter.
-    matrix, row, rank : shared variable
+    matrix, row, rank_number : shared variable
         The matrix; this rank's row; this rank's number.
     """
 

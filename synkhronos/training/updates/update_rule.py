@@ -119,7 +119,7 @@ def update_rule(example: str, result: float, **descriptions: str) -> Callable[[C
 
     def decorate(formula: Callable[..., Any]) -> UpdateRule:
         hyperparameters = list(inspect.signature(formula).parameters.values())[3:]
-        signature = inspect.signature(_common_arguments)
+        signature = inspect.signature(_declare_common_arguments)
         *gradients, weight = signature.parameters.values()
         signature = signature.replace(parameters=[*gradients, *hyperparameters, weight])
 
@@ -144,7 +144,8 @@ def update_rule(example: str, result: float, **descriptions: str) -> Callable[[C
             return RuleUpdates(OrderedDict([(flat.shared, flat.expression)]), common_updates | updates, flat.shared)
 
         lines = [_GRADIENTS_DOC, *(format_hyperparameter(p, descriptions) for p in hyperparameters), _WEIGHT_DOC]
-        add_shared_sections(apply_to_all, lines, _RULE_RETURNS_DOC, f"{formula.__name__}(w**2, [w], {example})", result)
+        call = f"{formula.__name__}(w**2, [w], {example})"
+        add_docstring_sections(apply_to_all, lines, _RULE_RETURNS_DOC, call, result)
         apply_to_all.__signature__ = signature  # type: ignore[attr-defined]
         return apply_to_all
 
@@ -169,7 +170,7 @@ def to_rule_updates(rule: UpdateRule, result: object) -> RuleUpdates:
     return RuleUpdates(*result)
 
 
-def _common_arguments(
+def _declare_common_arguments(
     loss_or_grads: Variables, params: Iterable[SharedVariable], *, weight: Scalar | None = None
 ) -> RuleUpdates:
     """Declare the arguments that all rules have in common; only the signature is used."""
@@ -186,7 +187,7 @@ def format_hyperparameter(p: inspect.Parameter, descriptions: Mapping[str, str])
     return f"{p.name} : {kind}{optional}\n    {description}"
 
 
-def add_shared_sections(function: Any, parameters: list[str], returns: str, call: str, result: float) -> None:
+def add_docstring_sections(function: Any, parameters: list[str], returns: str, call: str, result: float) -> None:
     """Add the sections that the docstrings of all rules share."""
     summary, _, further_sections = inspect.cleandoc(function.__doc__).partition("\n\n")
     function.__doc__ = "\n\n".join(
