@@ -90,7 +90,8 @@ def make_report(
 ) -> Report:
     """Make the report of an interval from the ranks' totals.  For joint steps ``totals`` has the master's totals only.
 
-    ``elapsed_seconds`` is the duration of the interval in seconds, by default the sum of the ranks' mean time by activity.
+    ``elapsed_seconds`` is the duration of the interval in seconds, by default the sum of the ranks' mean time by
+    activity.
     """
     total = add_totals(totals)
     mean_total = replace(total, first_launch_seconds=total.first_launch_seconds / len(totals))
