@@ -24,7 +24,8 @@ from system import time_limit
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.collectives.calls import get_all_reduce_command
+from synkhronos.collectives.calls import get_command
+from synkhronos.collectives.commands import AllReduceValues
 from synkhronos.devices.cuda.nccl import NcclCommunicator
 from synkhronos.ranks import Command
 
@@ -211,7 +212,7 @@ def test_exception_in_a_repeated_all_reduce_keeps_the_values(fork):
     w, values = make_filled_variable("float32")
     for _ in range(2):
         synk.all_reduce(w, "sum")
-    command = get_all_reduce_command(ranks.get_session(), w, "sum", True)
+    command = get_command(ranks.get_session(), w, AllReduceValues, ("sum", True))
     with pytest.raises(synk.WorkerError, match="the sum is odd"):
         ranks.get_session().run(FailInRepeatedAllReduce(command))
     total = sum(values) * N_RANKS
