@@ -14,7 +14,7 @@ import numpy as np
 from synkhronos.casts import check_dense
 from synkhronos.checks import check_choice, check_distinct, check_list, describe
 from synkhronos.data import Data
-from synkhronos.data.data_access import check_session, copy_to_shared, get_array_location
+from synkhronos.data.data_access import SharedBuffers, check_session, copy_to_shared, get_array_location
 from synkhronos.data.rows import split_selection
 from synkhronos.devices import Selection
 from synkhronos.devices.reduce_op import REDUCE_OPS, list_collective_ops
@@ -22,6 +22,9 @@ from synkhronos.graph_libraries import get_library
 from synkhronos.ranks import ArrayLocation, Session
 from synkhronos.replication.replicator import Replicator, is_registered
 from synkhronos.variable_types import SharedVariable, SharedVariables
+
+#: Number of bytes up to which memory for a value is kept for the next collective.
+_MAX_BUFFERED_NBYTES = 1 << 16
 
 
 def parse_variables(
@@ -103,8 +106,15 @@ def match_values(values: Any, variables: Sequence[SharedVariable], is_single: bo
     )
 
 
-def to_data(session: Session, variable: SharedVariable, value: object) -> Data:
-    """Return a value as Data with the variable's dtype and number of dimensions.  Other arrays are copied."""
+class _ValueBuffers(SharedBuffers):
+    """Shared memory for small values of collectives: a new segment for each would take longer than the command."""
+
+
+def to_data(session: Session, position: int, variable: SharedVariable, value: object) -> Data:
+    """Return a value as Data with the variable's dtype and number of dimensions.  Other arrays are copied.
+
+    The next collective overwrites the copy of a small array.  ``position`` is that of the value in its argument.
+    """
     if isinstance(value, Data):
         check_session(value, session, "values")
         if value.dtype != variable.type.dtype or value.ndim != variable.type.ndim:
@@ -113,7 +123,10 @@ def to_data(session: Session, variable: SharedVariable, value: object) -> Data:
                 f"Data of {value.dtype} and {value.ndim} dimensions"
             )
         return value
-    return copy_to_shared(_to_array(variable, value))
+    array = _to_array(variable, value)
+    if array.nbytes > _MAX_BUFFERED_NBYTES:
+        return copy_to_shared(array)
+    return session.registry.get_or_create(_ValueBuffers).copy((position, array.ndim), array)
 
 
 def _to_array(variable: SharedVariable, value: object) -> np.ndarray:

@@ -99,7 +99,11 @@ def broadcast(shared_vars: SharedVariables, values: Any = None, nccl: bool = Tru
         else:
             pairs = list(zip(variables, match_values(values, variables, is_single), strict=True))
             states = [value for v, value in pairs if get_library(v).is_generator(v)]
-            shared_values = [to_data(session, v, value) for v, value in pairs if not get_library(v).is_generator(v)]
+            shared_values = [
+                to_data(session, i, v, value)
+                for i, (v, value) in enumerate(pairs)
+                if not get_library(v).is_generator(v)
+            ]
             for variable, value in zip(arrays, shared_values, strict=True):
                 check_shape(variable, value.shape)
         for variable, state in zip(generators, states, strict=True):
@@ -154,10 +158,10 @@ def scatter(shared_vars: SharedVariables, values: Any, batch: BatchArgument = No
         session.begin_call()
         variables, is_single = parse_variables(session, shared_vars)
         shared_values: list[Data] = []
-        for variable, value in zip(variables, match_values(values, variables, is_single), strict=True):
+        for i, (variable, value) in enumerate(zip(variables, match_values(values, variables, is_single), strict=True)):
             if variable.type.ndim == 0:
                 raise ValueError(f"shared_vars: {describe(variable)} has no rows to scatter")
-            shared_values.append(to_data(session, variable, value))
+            shared_values.append(to_data(session, i, variable, value))
         selections = [select_rows(batch, len(value)) for value in shared_values]
         for variable, value, selection in zip(variables, shared_values, selections, strict=True):
             for share in split_selection(range(len(selection)), session.size):
@@ -413,7 +417,7 @@ def set_value(rank: int, shared_vars: SharedVariables, values: Any, batch: Batch
                 raise ValueError(f"batch: the value for {describe(variable)} has no rows to select")
             (states if is_state else arrays).append((variable, value))
         variables = [variable for variable, _ in arrays]
-        shared_values = [to_data(session, variable, value) for variable, value in arrays]
+        shared_values = [to_data(session, i, variable, value) for i, (variable, value) in enumerate(arrays)]
         buffers: list[Data] = []
         rows: list[Any] = []
         for variable, value in zip(variables, shared_values, strict=True):

@@ -141,7 +141,8 @@ def get_share(n_rows: int, n_shares: int, index: int) -> slice:
 
 def split_selection(rows: Rows, n_shares: int) -> list[Rows]:
     """Return the shares of a selection; see `get_share`."""
-    return [rows[get_share(len(rows), n_shares, index)] for index in range(n_shares)]
+    n_rows = len(rows)
+    return [rows[get_share(n_rows, n_shares, index)] for index in range(n_shares)]
 
 
 def find_min_row(rows: Selection) -> int:

@@ -167,10 +167,11 @@ class RankCall:
             )
         self.has_rows = self.n_rows > 0
 
-    def run(self, fused_runner: Runner | None = None) -> Any:
+    def run(self, fused_runner: Runner | None = None, records_applied: bool = True) -> Any:
         """Compute this rank's rows, and pass the outputs to the engine.
 
         A `fused_runner` takes the place of the function's own; it launches a program that contains the function.
+        ``records_applied`` is False if the function's updates are not the command's effect.
         Return the result of `Engine.reduce_or_store_outputs`, or the reduced outputs if `Call.must_reduce_outputs`.
         """
         rank, call, n_rank_means = self._rank, self.call, self.compiled.n_rank_means
@@ -183,7 +184,8 @@ class RankCall:
                 self._compute_first_time()
             else:
                 self.compute()
-            rank.record_applied()
+            if records_applied:
+                rank.record_applied()
         elif n_rank_means:
             RankMeanContext(rank.all_gather_bytes, n_rank_means).contribute_no_rows()
         elif call.needs_compile and self._writes_disk_cache():
@@ -295,10 +297,8 @@ class RankCall:
         for i in range(n_slices):
             rows = [None if selection is None else selection[i] for selection in slices]
             sliceable_rows = None if sliceable_slices is None else sliceable_slices[i]
-            n_rows = next(
-                (len(selection) for selection in rows if selection is not None),
-                1 if sliceable_rows is None else len(sliceable_rows),
-            )
+            counted_rows = sliceable_rows if call.n_rows is None else rows[0]
+            n_rows = 1 if counted_rows is None else len(counted_rows)
             values = self._launch(rows, sliceable_rows)
             for accumulator, value in zip(accumulators, values, strict=True):
                 accumulator.add(value, n_rows)

@@ -261,7 +261,8 @@ def _reduce_arrays(rank: Rank, outputs: RankOutputs) -> Any:
         packed = {r: entries[r][1][i] for r in contributors}
         layouts: dict[int, ArrayLayout] = {r: (shape, np.dtype(dtype)) for r, (shape, dtype, _) in packed.items()}
         _check_shapes(rank, i, op, layouts)
-        if all(content is not None for _, _, content in packed.values()):
+        is_own_alone = rank.size == 1 and isinstance(arrays[i], np.ndarray)
+        if is_own_alone or all(content is not None for _, _, content in packed.values()):
             if rank.is_master:
                 total = Accumulator(op)
                 for r in contributors:

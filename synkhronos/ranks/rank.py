@@ -5,12 +5,11 @@ Small values are exchanged at a barrier through shared memory, which has one slo
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import pickle
 import struct
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any, NoReturn, TypeVar
 
 from synkhronos.containers import BoundedCache
@@ -114,7 +113,6 @@ class Rank:
         self.registry = SingletonRegistry()
         self.command_number = 0
         self._pickles: BoundedCache[Any, tuple[bytes, bytes]] = BoundedCache(_MAX_CACHED_PICKLES)
-        self._records_applied = True
         self.finish_callbacks: list[Callable[[], None]] = []
         self.pending_operations = PendingOperations()
         self.join_group(number, master_rank, control, check_peers, has_peer_died)
@@ -177,7 +175,7 @@ class Rank:
         self.cancel_operations_of_failed_command()
         self.barriers.last_arrived = command_number << BARRIER_BITS
         # This is last: an interrupt before it would mark the previous command, which has not failed, as failed.
-        self.command_number, self._records_applied = command_number, True
+        self.command_number = command_number
 
     def cancel_operations_of_failed_command(self) -> None:
         """Cancel the pending operations of the last command if it failed on some rank."""
@@ -190,17 +188,7 @@ class Rank:
 
     def record_applied(self) -> None:
         """Record that this rank has applied the command's effect, for the message of an error."""
-        if self._records_applied:
-            self.control.applied[self.number] = self.command_number
-
-    @contextlib.contextmanager
-    def suspend_record_applied(self) -> Iterator[None]:
-        """Make `record_applied` do nothing within the ``with`` block."""
-        self._records_applied = False
-        try:
-            yield
-        finally:
-            self._records_applied = True
+        self.control.applied[self.number] = self.command_number
 
     def run_finish_callbacks(self) -> None:
         """Call and remove the functions in `finish_callbacks`.  Called at the end of every command, failed or not."""

@@ -87,7 +87,7 @@ class RecordRun(Command):
     early: bool = False
     effect: str = "It was noted"
 
-    def run(self, rank):
+    def run(self, rank, records_applied=True):
         notes = rank.objects.setdefault("notes", [])
         notes.append(self.label)
         rank.finish_callbacks.append(lambda: notes.append(f"{self.label} finished"))
@@ -96,7 +96,8 @@ class RecordRun(Command):
         rank.barrier()
         if rank.number == self.failing_rank:
             raise ArithmeticError("no")
-        rank.record_applied()
+        if records_applied:
+            rank.record_applied()
         return self.label, rank.number
 
 
@@ -115,6 +116,4 @@ class RunBoth(Command):
     effect: str = "It was noted"
 
     def run(self, rank):
-        with rank.suspend_record_applied():
-            first = self.first.run(rank)
-        return [first, self.second.run(rank)]
+        return [self.first.run(rank, records_applied=False), self.second.run(rank)]

@@ -218,11 +218,11 @@ def test_interrupt_between_the_launches_of_a_step_is_all_or_nothing(n_ranks, mon
         before, (velocity,) = w.get_value(), train.get_optimizer_state()
         launches = []
 
-        def interrupt_at_moment(call, *args, moment=moment, launches=launches):
+        def interrupt_at_moment(call, *args, moment=moment, launches=launches, **kwargs):
             launches.append(call)
             if moment == (len(launches) - 1, True):
                 signal.raise_signal(signal.SIGINT)
-            result = run(call, *args)
+            result = run(call, *args, **kwargs)
             if moment == (len(launches) - 1, False):
                 signal.raise_signal(signal.SIGINT)
             return result

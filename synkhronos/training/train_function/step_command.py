@@ -91,12 +91,11 @@ class StepCommand(_StepCommandFields, Command):
         if self.update.needs_compile and is_second and update.computation.compile_order == CompileOrder.AT_FIRST_CALL:
             # The master compiles the gradient meanwhile, so the two compilations run in parallel.
             update.computation.library.compile_now(update.compiled.function)
-        with rank.suspend_record_applied():
-            loss = gradient.run()
-            if rank.size > 1:
-                plan = self.all_reduce.agree_on_plan(rank)
-                plan.all_reduce(rank, self.op)
-                plan.wait_until_started()
+        loss = gradient.run(records_applied=False)
+        if rank.size > 1:
+            plan = self.all_reduce.agree_on_plan(rank)
+            plan.all_reduce(rank, self.op)
+            plan.wait_until_started()
         # Ranks wait for each other while they compile.
         return loss, rank.run_on_all_or_no_rank(update.run, is_collective=self.update.needs_compile)
 
@@ -148,13 +147,15 @@ def fuse_calls(
     if gradient.compiled.n_rank_means:
         return None  # the host takes part within the launch, and has to wait for its end
     computation = gradient.computation
-    if any(update.computation.engine is not computation.engine for update in updates):
-        return None
     if not gradient.has_rows or gradient.call.is_sliced:
         return None
     if gradient.call.needs_compile and computation.compile_order == CompileOrder.AT_FIRST_CALL:
         return None  # the master makes this call first, alone: in a fused launch it would wait for the others
-    runners = [update.compiled.runner for update in updates]
+    runners = []
+    for update in updates:
+        if update.computation.engine is not computation.engine:
+            return None
+        runners.append(update.compiled.runner)
     return computation.engine.fuse_step(rank, gradient.compiled.runner, exchange, runners, n_steps)
 
 
@@ -219,16 +220,15 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
             parameter_update.run()
 
         def take_step(compute_gradient: Callable[[], Any]) -> Any:
-            with rank.suspend_record_applied():
-                outputs = compute_gradient()
-                reduce_scatter_rows(rank, *variables, self.op)
-                if self.gathers_gradient:
-                    all_gather_rows(rank, *variables)
+            outputs = compute_gradient()
+            reduce_scatter_rows(rank, *variables, self.op)
+            if self.gathers_gradient:
+                all_gather_rows(rank, *variables)
             rank.run_on_all_or_no_rank(update, is_collective=True)
             return outputs
 
         if self.n_steps == 1:
-            return take_step(gradient.run), []
+            return take_step(lambda: gradient.run(records_applied=False)), []
         runner = gradient.compiled.runner
         return gradient.run(
             _StepRunner(lambda *inputs: take_step(lambda: runner(*inputs)), self.n_steps, runner.numpy_inputs)
