@@ -440,8 +440,8 @@ LONGEST_JOBS = [
     "pytensor, faults",
     "pytensor, zoo",
     "pytensor, lasagne",
-    "pymc",
     "pytensor, training",
+    "pymc",
     "pytensor, hosts",
     "pytensor, launch",
     "theano",
@@ -547,10 +547,11 @@ def test(options: argparse.Namespace, extra_arguments: list[str]) -> int:
         report.unlink(missing_ok=True)
         shutil.rmtree(report.with_suffix(".cache"), ignore_errors=True)
     # The main thread waits for Ctrl-C, and the others for the jobs: one more at once than there are cores, since jobs
-    # wait for processes and time limits.  Tests run in the first environment while the others are installed.
+    # wait for processes and time limits, and two more with --all, whose longest job, of faults, waits most of its time.
+    # Tests run in the first environment while the others are installed.
     installer = ThreadPoolExecutor(1)
     installs = {name: installer.submit(prepare_environment, name, *extras[name]) for name in environments}
-    pool = ThreadPoolExecutor(1 + len(os.sched_getaffinity(0)))
+    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)) + (2 if options.all else 1))
 
     def run(job: Job, report: Path) -> int:
         installs[job.environment].result()
