@@ -96,7 +96,7 @@ class _SliceLength(NamedTuple):
 class StaticLengthGraph:
     """A graph with lengths as additional inputs, and a list of steps in which Python computes these lengths.
 
-    A slot contains one value.  A step computes the value of one slot, or of several consecutive ones, from other slots.
+    A call computes a list of values.  A step computes one of them, or several consecutive ones, from others.
     The inputs of ``graph`` are those of the original graph, then the lengths.  ``length_input_positions`` are the
     positions of the scalar inputs whose values determine lengths.
     """
@@ -105,64 +105,66 @@ class StaticLengthGraph:
         self.graph, self.n_lengths = graph, len(lengths)
         self.length_input_positions: list[int] = []
         self._input_positions = {variable: position for position, variable in enumerate(inputs)}
-        #: Values of the slots at the start of a call.  Slot 0 is for the sequence of all inputs' values.
-        self._initial_slots: list[Any] = [None]
-        #: Function, slots of its arguments, slot or slots of its result.
+        #: Values at the start of a call.  The first is replaced by the sequence of all inputs' values.
+        self._initial_values: list[Any] = [None]
+        #: Function, indexes of its arguments, index or range of its result.
         self._steps: list[tuple[Callable[..., Any], list[int], int | slice]] = []
-        slots: dict[Any, int] = {}
+        indexes: dict[Any, int] = {}
         terms = chain.from_iterable(x if isinstance(x, _SliceLength) else (x,) for x in lengths)
         for node in io_toposort(list(inputs), [term for term in terms if hasattr(term, "type")]):
-            self._add_node(node, slots)
-        self._length_slots = [self._get_slot(length, slots) for length in lengths]
+            self._add_node(node, indexes)
+        self._length_indexes = [self._get_or_add_index(length, indexes) for length in lengths]
 
-    def _add_node(self, node: Node, slots: dict[Any, int]) -> None:
-        """Add the steps of a node; ``slots`` maps the variables of its graph to their slots."""
+    def _add_node(self, node: Node, indexes: dict[Any, int]) -> None:
+        """Add the steps of a node; ``indexes`` maps the variables of its graph to their values' indexes."""
         op = _get_scalar_op(node)
         if isinstance(op, Shape | Shape_i):
-            slots[node.outputs[0]] = self._add_step(_make_shape_getter(self._input_positions[node.inputs[0]], op), [0])
+            indexes[node.outputs[0]] = self._add_step(
+                _make_shape_getter(self._input_positions[node.inputs[0]], op), [0]
+            )
         elif isinstance(op, TensorFromScalar | ScalarFromTensor | CheckAndRaise):
-            slots[node.outputs[0]] = self._get_slot(node.inputs[0], slots)
+            indexes[node.outputs[0]] = self._get_or_add_index(node.inputs[0], indexes)
         elif isinstance(op, Composite):
             # The method `impl` of Composite takes ten times as long.
             inner = op.fgraph
-            operands = [self._get_slot(variable, slots) for variable in node.inputs]
-            inner_slots = dict(zip(inner.inputs, operands, strict=True))
+            operands = [self._get_or_add_index(variable, indexes) for variable in node.inputs]
+            inner_indexes = dict(zip(inner.inputs, operands, strict=True))
             for inner_node in inner.toposort():
-                self._add_node(inner_node, inner_slots)
-            results = [self._get_slot(variable, inner_slots) for variable in inner.outputs]
-            slots |= dict(zip(node.outputs, results, strict=True))
+                self._add_node(inner_node, inner_indexes)
+            results = [self._get_or_add_index(variable, inner_indexes) for variable in inner.outputs]
+            indexes |= dict(zip(node.outputs, results, strict=True))
         else:
-            sources = [self._get_slot(variable, slots) for variable in node.inputs]
+            sources = [self._get_or_add_index(variable, indexes) for variable in node.inputs]
             first = self._add_step(_make_python_function(node), sources, len(node.outputs))
-            slots |= {variable: first + i for i, variable in enumerate(node.outputs)}
+            indexes |= {variable: first + i for i, variable in enumerate(node.outputs)}
 
-    def _get_slot(self, value: object, slots: dict[Any, int]) -> int:
-        """Return the slot of a variable, a slice's length or a number.  A new slot is added if necessary."""
+    def _get_or_add_index(self, value: object, indexes: dict[Any, int]) -> int:
+        """Return the index of the value of a variable, a slice's length or a number; add a value if there is none."""
         if isinstance(value, _SliceLength):
-            return self._add_step(_compute_slice_length, [self._get_slot(part, slots) for part in value])
-        if value in slots:
-            return slots[value]
+            return self._add_step(_compute_slice_length, [self._get_or_add_index(part, indexes) for part in value])
+        if value in indexes:
+            return indexes[value]
         if value in self._input_positions:
             position = self._input_positions[value]
             self.length_input_positions.append(position)
-            slots[value] = self._add_step(lambda values: np.asarray(values[position]).item(), [0])
-            return slots[value]
-        self._initial_slots.append(_to_python_number(value.data) if isinstance(value, Constant) else value)
-        return len(self._initial_slots) - 1
+            indexes[value] = self._add_step(lambda values: np.asarray(values[position]).item(), [0])
+            return indexes[value]
+        self._initial_values.append(_to_python_number(value.data) if isinstance(value, Constant) else value)
+        return len(self._initial_values) - 1
 
     def _add_step(self, compute: Callable[..., Any], sources: list[int], n_results: int = 1) -> int:
-        """Add a step and return the slot of its first result."""
-        first = len(self._initial_slots)
-        self._initial_slots += [None] * n_results
+        """Add a step and return the index of its first result."""
+        first = len(self._initial_values)
+        self._initial_values += [None] * n_results
         self._steps.append((compute, sources, first if n_results == 1 else slice(first, first + n_results)))
         return first
 
     def compute_lengths(self, values: Sequence[Any]) -> tuple[int, ...]:
         """Return the lengths for given values of all inputs of the original graph."""
-        slots = [values, *self._initial_slots[1:]]
+        results = [values, *self._initial_values[1:]]
         for compute, sources, destination in self._steps:
-            slots[destination] = compute(*[slots[source] for source in sources])
-        return tuple([int(slots[slot]) for slot in self._length_slots])
+            results[destination] = compute(*[results[source] for source in sources])
+        return tuple([int(results[index]) for index in self._length_indexes])
 
 
 def extract_lengths(graph: FunctionGraph) -> StaticLengthGraph | None:
