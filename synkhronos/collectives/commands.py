@@ -32,7 +32,7 @@ from synkhronos.devices import (
 )
 from synkhronos.graph_libraries import GraphLibrary, get_library
 from synkhronos.graph_libraries.library import get_storage, has_other_references
-from synkhronos.ranks import ArrayLocation, Command, Rank, RowAccess
+from synkhronos.ranks import ArrayLocation, Command, PendingOperation, Rank, RowAccess
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.replication.random_streams import jump_to_rank
 from synkhronos.variable_types import Array, SharedVariable
@@ -434,7 +434,8 @@ class AllReducePlan(NamedTuple):
         starts_early = 0 < nbytes <= device_communicator.max_early_nbytes and all(
             variable.communicator is device_communicator for variable in variables
         )
-        digest = rank.compute_digest((layouts, generation))
+        # It differs from the digest of `prepare_replicas`, by which a rank without a valid plan compares its layouts.
+        digest = rank.compute_digest(("plan", layouts, generation))
         return cls(variables, device_communicator, generation, digest, starts_early, [None] * len(variables))
 
     def is_valid(self, rank: Rank) -> bool:
@@ -473,35 +474,79 @@ class AllReducePlan(NamedTuple):
         Return False if the digests differ.  The variables are not changed then, and the connection is aborted.
         """
         communicator, targets = self.device_communicator, self.targets
+        started = rank.registry.get_or_create(_StartedAllReduce, lambda: _StartedAllReduce(rank))
+        started.begin(self)
         for i, (key, library, layout, device, _, _) in enumerate(self.variables):
             if targets[i] is None:
                 targets[i] = device.empty(*layout)
             value = device.as_contiguous(library.borrow_value(rank.get_object(key)))
             communicator.all_reduce_into(value, op, targets[i])
+            targets[i] = device.rewrap(targets[i], is_complete=True)  # while the GPU is busy
             del value  # its reference would be one that is not the container's
-        with defer_signals() as signals:  # as in `all_reduce`
-            have_all_started, interrupt = communicator.compare_started(self.digest, signals.stop_deferring_if_late)
-            if not have_all_started:
-                return False
-            # New array objects are made while the GPU is busy.
-            new_arrays = [
-                variable.device.rewrap(target, is_complete=True)
-                for variable, target in zip(self.variables, targets, strict=True)
-            ]
-            is_complete = communicator.wait_briefly()
-            for i, (key, library, _, device, _, _) in enumerate(self.variables):
+        have_all_started = communicator.compare_started(self.digest)
+        if have_all_started and communicator.wait_briefly():
+            started.results, old_arrays = list(targets), []
+            for (key, library, _, device, _, _), new in zip(self.variables, targets, strict=True):
                 shared = rank.get_object(key)
                 is_referenced = has_other_references(get_storage(shared))
-                targets[i] = None if is_referenced else library.borrow_value(shared)
-                library.store_value(shared, new_arrays[i] if is_complete else device.rewrap(new_arrays[i]))
-        if interrupt is not None:
-            raise interrupt
-        return True
+                old = library.borrow_value(shared)
+                old_arrays.append(None if is_referenced or device.as_contiguous(old) is not old else old)
+                library.store_value(shared, new)
+            targets[:] = old_arrays
+        elif have_all_started:
+            started.store()
+        started.end()
+        return have_all_started
 
     def wait_until_started(self) -> None:
         """Wait until all ranks have started `all_reduce`, so that it completes on all of them."""
         if self.generation:
             self.device_communicator.wait_until_started()
+
+
+class _StartedAllReduce(PendingOperation):
+    """An all-reduce of ``plan``, if not None, that a rank has started early, and whose results it has not stored yet.
+
+    Once all ranks have started it, each of them has to store the results.  A rank that is interrupted before this
+    stores them at the end of the failed command.
+    """
+
+    def __init__(self, rank: Rank):
+        self._rank, self._barrier_number = rank, 0
+        self.plan: AllReducePlan | None = None
+        self.results: list[Any] = []
+        rank.pending_operations.append(self)
+
+    def begin(self, plan: AllReducePlan) -> None:
+        """Record the plan, and the barrier at which the ranks compare its digest."""
+        self._barrier_number, self.results = self._rank.barriers.next_number, plan.targets
+        self.plan = plan
+
+    def end(self) -> None:
+        """Record that nothing is left to store."""
+        self.plan, self.results = None, []
+
+    def store(self) -> None:
+        """Store the results of an all-reduce that all ranks have started; they may not be complete yet."""
+        plan = self.plan
+        assert plan is not None
+        with defer_signals():  # the launch in `rewrap` deletes the old objects
+            for (key, library, _, device, _, _), result in zip(plan.variables, self.results, strict=True):
+                library.store_value(self._rank.get_object(key), device.rewrap(result))
+            plan.targets[:] = [None] * len(plan.targets)
+            self.end()
+
+    def cancel(self, command_number: int) -> None:
+        """Store the results of a failed command if all ranks have started the all-reduce."""
+        rank, plan = self._rank, self.plan
+        if plan is None:
+            return
+        if (rank.barriers.read_last_common(command_number) or 0) >= self._barrier_number:
+            if rank.has_equal_digests(self._barrier_number):
+                self.store()
+            else:
+                plan.device_communicator.abort()
+        self.end()
 
 
 class _AllReducePlans(BoundedCache[AllReduceValues, AllReducePlan]):

@@ -51,12 +51,15 @@ class Communicator(ABC):
         """Write the reduction over all ranks into ``out``; like `all_reduce`, it does not wait."""
         raise NotImplementedError
 
-    def compare_started(self, digest: bytes, on_poll: Callable[[], None]) -> tuple[bool, BaseException | None]:
+    def compare_started(self, digest: bytes) -> bool:
         """Compare the ranks' digests as `Rank.compare_digests`, once this rank has started its collectives.
 
-        Return whether all ranks have started them.  Otherwise they are aborted.  ``on_poll`` is called meanwhile.  If
-        it raises an exception after all ranks have started, the exception is returned, too.
+        Return whether all ranks have started them; otherwise, `abort` them.
         """
+        raise NotImplementedError
+
+    def abort(self) -> None:
+        """Abort the connection and its collectives in progress."""
         raise NotImplementedError
 
     @abstractmethod

@@ -259,13 +259,10 @@ class Rank:
             cached = self._pickles[value] = payload, hashlib.blake2b(payload, digest_size=_DIGEST_NBYTES).digest()
         return cached
 
-    def compare_digests(self, digest: bytes, on_poll: Callable[[], None] | None = None) -> bool:
-        """Exchange digests at the next barrier, a collective operation; return True if all ranks pass the same one.
-
-        ``on_poll`` is called while this rank waits, and may raise.
-        """
+    def compare_digests(self, digest: bytes) -> bool:
+        """Exchange digests at the next barrier, a collective operation; return True if all ranks pass the same one."""
         barrier_number = self._write_slot(digest)
-        self.barriers.wait_at_next(on_poll)
+        self.barriers.wait_at_next()
         return self.has_equal_digests(barrier_number)
 
     def has_equal_digests(self, barrier_number: int) -> bool:

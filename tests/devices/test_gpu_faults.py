@@ -222,22 +222,29 @@ def test_exception_in_a_repeated_all_reduce_keeps_the_values(fork):
 
 
 @needs_jax
-def test_interrupt_in_a_repeated_all_reduce_changes_all_ranks_or_none(fork, monkeypatch):
+@pytest.mark.parametrize(
+    ("method", "is_stored"), [("all_reduce_into", False), ("compare_started", True), ("wait_briefly", True)]
+)
+def test_interrupt_in_a_repeated_all_reduce_changes_all_ranks_or_none(fork, monkeypatch, method, is_stored):
     fork(N_RANKS)
     w, values = make_filled_variable("float32")
     for _ in range(2):
         synk.all_reduce(w, "sum")
-    all_reduce_into = NcclCommunicator.all_reduce_into
+    original = getattr(NcclCommunicator, method)
 
     def interrupt(*arguments):
-        all_reduce_into(*arguments)
+        result = original(*arguments)
         os.kill(os.getpid(), signal.SIGINT)
+        return result
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(NcclCommunicator, "all_reduce_into", interrupt)
+        patch.setattr(NcclCommunicator, method, interrupt)
         synk.all_reduce(w, "sum")
-    total = sum(values) * N_RANKS
+    total = sum(values) * N_RANKS ** (2 if is_stored else 1)
     np.testing.assert_array_equal(synk.gather(w), [total] * N_RANKS)
+    for _ in range(2):
+        synk.all_reduce(w, "sum")
+    np.testing.assert_array_equal(synk.gather(w), [total * N_RANKS**2] * N_RANKS)
     check_ranks_work()
 
 

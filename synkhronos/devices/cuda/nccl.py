@@ -149,13 +149,17 @@ class NcclCommunicator(Communicator):
         """Number of bytes of an all-reduce that takes no longer than a launch; 0 where `all_reduce` waits."""
         return 0 if self._array_device.stream is None else _QUICK_NBYTES
 
-    def compare_started(self, digest: bytes, on_poll: Callable[[], None]) -> tuple[bool, BaseException | None]:
+    def compare_started(self, digest: bytes) -> bool:
         """Compare the ranks' digests once this rank has started its collectives; abort them if the digests differ."""
-        have_all_started, interrupt = self._watchdog.compare_started(digest, on_poll)
+        have_all_started = self._watchdog.compare_started(digest)
         if not have_all_started:
-            self._enqueued_nbytes = 0
-            self._watchdog.abort(self._connection)
-        return have_all_started, interrupt
+            self.abort()
+        return have_all_started
+
+    def abort(self) -> None:
+        """Abort the connection and its collectives in progress."""
+        self._enqueued_nbytes = 0
+        self._watchdog.abort(self._connection)
 
     # -- blocking operations ---------------------------------------------------------------------------------
 

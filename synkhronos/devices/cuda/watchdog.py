@@ -41,7 +41,7 @@ from synkhronos.devices.cuda.nccl_connection import (
     NcclConnection,
 )
 from synkhronos.devices.cuda.staging import Staging
-from synkhronos.ranks import Cancelled, PendingOperation, Rank, WorkerError
+from synkhronos.ranks import Cancelled, PendingOperation, Rank
 from synkhronos.ranks.interrupts import defer_signals
 
 #: Seconds between two checks of the peers after a peer has failed or exited while the stream was idle.
@@ -124,25 +124,18 @@ class CollectiveWatchdog(PendingOperation):
             if not self._rank.barriers.wait_for_decision_on(int(barrier_number)):
                 raise
 
-    def compare_started(self, digest: bytes, on_poll: Callable[[], None]) -> tuple[bool, BaseException | None]:
-        """Wait as `wait_until_started`; return whether all ranks pass the same digest, and an exception of ``on_poll``.
+    def compare_started(self, digest: bytes) -> bool:
+        """Wait as `wait_until_started`; return True if all ranks pass the same digest.
 
-        A rank that has started nothing passes another digest, to `Rank.compare_digests`.  The exception is raised if
-        not all ranks have arrived before it.
+        A rank that has started nothing passes another digest, to `Rank.compare_digests`.
         """
-        rank, interrupt = self._rank, None
-        barrier_number = self._started_barrier_number = rank.barriers.next_number
+        barrier_number = self._started_barrier_number = self._rank.barriers.next_number
         try:
-            return rank.compare_digests(digest, on_poll), None
-        except WorkerError:  # a worker has died
-            raise
-        except BaseException as error:
-            if not isinstance(error, Cancelled):  # a signal's handler has raised it, as a peer is late
-                interrupt = error
-                rank.barriers.fail_command()
-            if not rank.barriers.wait_for_decision_on(barrier_number):
+            return self._rank.compare_digests(digest)
+        except Cancelled:
+            if not self._rank.barriers.wait_for_decision_on(barrier_number):
                 raise
-            return rank.has_equal_digests(barrier_number), interrupt
+            return self._rank.has_equal_digests(barrier_number)
 
     def notify_started(self) -> None:
         """Notify the other ranks, without waiting, that this rank has started its collectives.
