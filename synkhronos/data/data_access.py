@@ -75,20 +75,15 @@ class SharedBuffers:
 
         All arrays with the same key have the same number of dimensions.
         """
-        if rows is None:
-            return self.copy(key, array)._get_array_location()
-        buffer = self._get_buffer(key, array)
-        take_rows(array, rows, buffer._reshape((len(rows), *array.shape[1:])))
-        return buffer._get_array_location()
+        return self.copy(key, array, rows)._get_array_location()
 
-    def copy(self, key: Any, array: np.ndarray) -> Data:
-        """Return the buffer of a key with a copy of an array; see `write`."""
-        buffer = self._get_buffer(key, array)
-        buffer._reshape(array.shape)[...] = array
-        return buffer
-
-    def _get_buffer(self, key: Any, array: np.ndarray) -> Data:
+    def copy(self, key: Any, array: np.ndarray, rows: Selection | None = None) -> Data:
+        """Return the buffer of a key with a copy of an array's rows; see `write`."""
         buffer = self._buffers.get(key)
-        if buffer is None or buffer.dtype != array.dtype or buffer._session is not ranks.get_session():
+        if buffer is None or buffer._dtype != array.dtype or buffer._session is not ranks.get_session():
             buffer = self._buffers[key] = Data(array.dtype, array.ndim)
+        if rows is None:
+            buffer._reshape(array.shape)[...] = array
+        else:
+            take_rows(array, rows, buffer._reshape((len(rows), *array.shape[1:])))
         return buffer

@@ -297,7 +297,7 @@ class GraphLibrary(ABC):
         if value is None or (isinstance(value, np.ndarray) and value.dtype.hasobject):
             raise TypeError(f"expected numbers, got {'None' if value is None else 'an array of objects'}")
         array = np.asarray(variable_type.filter(value, strict=strict, allow_downcast=allow_downcast))
-        if not allow_downcast and getattr(value, "dtype", None) != array.dtype:
+        if array is not value and not allow_downcast and getattr(value, "dtype", None) != array.dtype:
             original = np.asarray(value)
             if original.dtype.kind in NUMBER_KINDS:
                 check_cast(original, array.dtype, "value")
