@@ -473,16 +473,28 @@ class AllReducePlan(NamedTuple):
 
         Return False if the digests differ.  The variables are not changed then, and the connection is aborted.
         """
-        communicator, targets = self.device_communicator, self.targets
         started = rank.registry.get_or_create(_StartedAllReduce, lambda: _StartedAllReduce(rank))
         started.begin(self)
+        try:
+            return self._start_and_store(rank, op, started)
+        except BaseException:
+            if not rank.is_master:  # at a worker's next command, other ranks may have overwritten their digests
+                rank.barriers.fail_command()
+                rank.barriers.wait_until_decided(rank.command_number)
+                started.cancel(rank.command_number)
+            raise
+
+    def _start_and_store(self, rank: Rank, op: str, started: _StartedAllReduce) -> bool:
+        communicator, targets, values = self.device_communicator, self.targets, []
         for i, (key, library, layout, device, _, _) in enumerate(self.variables):
+            # Memory is allocated before NCCL waits for the peers, for which CUDA might then wait, too.
             if targets[i] is None:
                 targets[i] = device.empty(*layout)
-            value = device.as_contiguous(library.borrow_value(rank.get_object(key)))
+            values.append(device.as_contiguous(library.borrow_value(rank.get_object(key))))
+        for i, value in enumerate(values):
             communicator.all_reduce_into(value, op, targets[i])
-            targets[i] = device.rewrap(targets[i], is_complete=True)  # while the GPU is busy
-            del value  # its reference would be one that is not the container's
+            targets[i] = self.variables[i].device.rewrap(targets[i], is_complete=True)  # while the GPU is busy
+        del values, value  # their references would be some that are not the containers'
         have_all_started = communicator.compare_started(self.digest)
         if have_all_started and communicator.wait_briefly():
             started.results, old_arrays = list(targets), []

@@ -27,7 +27,7 @@ from synkhronos import ranks
 from synkhronos.collectives.calls import get_command
 from synkhronos.collectives.commands import AllReduceValues
 from synkhronos.devices.cuda.nccl import NcclCommunicator
-from synkhronos.ranks import Command
+from synkhronos.ranks import Command, PendingOperation
 
 pytestmark = ON_GPUS
 
@@ -221,6 +221,44 @@ def test_exception_in_a_repeated_all_reduce_keeps_the_values(fork):
     np.testing.assert_array_equal(synk.gather(w), [total * N_RANKS] * N_RANKS)
 
 
+class SlowOperation(PendingOperation):
+    """An operation whose end takes long: the other ranks run the next command already."""
+
+    def cancel(self, command_number):
+        time.sleep(0.2)
+
+
+class FailAfterRepeatedAllReduce(Command):
+    """A repeated all-reduce in which a worker fails once all ranks have started it, before it stores the results."""
+
+    def __init__(self, command):
+        self.command = command
+
+    def run(self, rank):
+        communicator = GPU_DEVICE.get_communicator(rank)
+        if rank.number == 1:
+            communicator.wait_briefly = FAULTS["raise"]
+            rank.pending_operations.insert(0, SlowOperation())
+        try:
+            self.command.run(rank)
+        finally:
+            vars(communicator).pop("wait_briefly", None)
+
+
+def test_exception_on_a_worker_after_the_start_of_a_repeated_all_reduce_keeps_the_results(fork):
+    fork(N_RANKS)
+    w, values = make_filled_variable("float32")
+    for _ in range(2):
+        synk.all_reduce(w, "sum")
+    command = get_command(ranks.get_session(), w, AllReduceValues, ("sum", True))
+    with pytest.raises(synk.WorkerError, match="the sum is odd"):
+        ranks.get_session().run(FailAfterRepeatedAllReduce(command))
+    total = sum(values) * N_RANKS**2
+    np.testing.assert_array_equal(synk.gather(w), [total] * N_RANKS)
+    synk.all_reduce(w, "sum")
+    np.testing.assert_array_equal(synk.gather(w), [total * N_RANKS] * N_RANKS)
+
+
 @needs_jax
 @pytest.mark.parametrize(
     ("method", "is_stored"), [("all_reduce_into", False), ("compare_started", True), ("wait_briefly", True)]
@@ -246,6 +284,28 @@ def test_interrupt_in_a_repeated_all_reduce_changes_all_ranks_or_none(fork, monk
         synk.all_reduce(w, "sum")
     np.testing.assert_array_equal(synk.gather(w), [total * N_RANKS**2] * N_RANKS)
     check_ranks_work()
+
+
+@needs_jax
+def test_repeated_all_reduce_allocates_before_it_starts(fork, monkeypatch):
+    fork(N_RANKS)
+    variables = [make_filled_variable("float32", shape)[0] for shape in [(3,), (4,)]]
+    synk.all_reduce(variables)
+    calls = []
+
+    def record(owner, name):
+        original = getattr(owner, name)
+
+        def called(*arguments):
+            calls.append(name)
+            return original(*arguments)
+
+        monkeypatch.setattr(owner, name, called)
+
+    record(type(GPU_DEVICE), "empty")
+    record(NcclCommunicator, "all_reduce_into")
+    synk.all_reduce(variables)
+    assert calls == ["empty"] * 2 + ["all_reduce_into"] * 2
 
 
 def test_exception_before_a_collective_keeps_connections(fork):
