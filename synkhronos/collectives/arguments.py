@@ -30,7 +30,7 @@ _MAX_BUFFERED_NBYTES = 1 << 16
 def parse_variables(
     session: Session, shared_vars: SharedVariables, allow_generators: bool = False
 ) -> tuple[list[Any], bool]:
-    """Check the shared variables of a collective; return a list of them, and whether the argument was a single one.
+    """Check the shared variables of a collective.  Return a list of them, and whether the argument was a single one.
 
     Raise TypeError or ValueError if one is not a shared variable of arrays, or of an allowed random generator, if no
     function uses it, or if it is given twice.
@@ -100,7 +100,7 @@ def check_generator_state(session: Session, variable: SharedVariable, value: obj
 
 
 def match_values(values: Any, variables: Sequence[SharedVariable], is_single: bool) -> list[Any]:
-    """Return a list with one value for each variable; raise TypeError or ValueError for another number of values."""
+    """Return a list with one value for each variable.  Raise TypeError or ValueError for another number of values."""
     return (
         [values] if is_single else check_list(values, "values", len(variables), "values, one for each shared variable")
     )
@@ -150,7 +150,7 @@ def check_shape(variable: SharedVariable, shape: tuple[int, ...]) -> None:
 
 
 def check_op(op: object, variables: Sequence[SharedVariable]) -> str:
-    """Return the name of a reduction; raise TypeError or ValueError if it is not defined for a variable's dtype."""
+    """Return the name of a reduction.  Raise TypeError or ValueError if it is not defined for a variable's dtype."""
     op = check_op_name(op)
     for variable in variables:
         check_op_dtype(op, np.dtype(variable.type.dtype), describe(variable))
@@ -165,7 +165,7 @@ def check_op_dtype(op: str, dtype: np.dtype, name: str) -> None:
 
 
 def check_op_name(op: object) -> str:
-    """Return the name of a reduction; raise TypeError or ValueError if collectives don't have it."""
+    """Return the name of a reduction.  Raise TypeError or ValueError if collectives don't have it."""
     return check_choice(op, "op", list_collective_ops())
 
 

@@ -570,7 +570,7 @@ def get_command(
 def _get_cached_command(
     session: Session, shared_vars: SharedVariables, command_class: type[C], arguments: tuple[Any, ...]
 ) -> C | None:
-    """Return the cached command of a collective on a single variable; None if there is none."""
+    """Return the cached command of a collective on a single variable, or None if there is none."""
     try:
         cached: C | None = session.registry.get_or_create(CollectiveCache).get(
             (weakref.ref(shared_vars), command_class, arguments)

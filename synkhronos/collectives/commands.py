@@ -331,7 +331,7 @@ class Reduce(Command):
     uses_device_communicator: bool
 
     def run(self, rank: Rank) -> Any:
-        """Check that shapes are equal, then reduce; return the results in the master."""
+        """Check that shapes are equal, then reduce.  Return the results in the master."""
         if rank.size == 1 and self.in_place:
             return []  # a reduction over one rank is that rank's value
         replicas = prepare_replicas(rank, self.variable_keys, self.uses_device_communicator, self.op)
