@@ -55,7 +55,7 @@ def record_last_common_barrier(words: Any, command_number: int, barrier_number: 
 
 
 def read_last_common_barrier(words: Any, command_number: int) -> int | None:
-    """Return the number of the last barrier that all ranks reached in a failed command; None until it is decided."""
+    """Return the number of the last barrier that all ranks reached in a failed command, or None until it is decided."""
     barrier_number: int = words[ControlMemory.COMMON_BARRIER_EVEN + (command_number & 1)]
     return barrier_number if barrier_number >> BARRIER_BITS == command_number else None
 
@@ -75,7 +75,7 @@ class BarrierTally:
         self.last_failed_command = 0
 
     def record_own_state(self, failed_command: int, barrier_number: int) -> tuple[bool, bool]:
-        """Record the state of this host; return whether to send BARRIER, and whether to send FAILED after it.
+        """Record the state of this host.  Return whether to send BARRIER, and whether to send FAILED after it.
 
         ``failed_command`` is the number of the last command that failed.  It is read before ``barrier_number``, which
         is that of the last barrier that all ranks of this host have reached.

@@ -50,12 +50,12 @@ class Command(ABC):
 
     @property
     def partial_effect(self) -> str | None:
-        """Sentence for errors if ranks may have applied a part of the effect; None if that is impossible."""
+        """Sentence for errors if ranks may have applied a part of the effect, or None if that is impossible."""
         return None
 
     @property
     def program_layout(self) -> ProgramMemoryLayout | None:
-        """Layout of the memory of the program that the command runs; None if it runs none."""
+        """Layout of the memory of the program that the command runs, or None if it runs none."""
         return None
 
     def find_row_accesses(self, size: int, ranks: range) -> Iterator[RowAccess]:

@@ -41,7 +41,7 @@ class CommandBarriers:
     # -- waiting ---------------------------------------------------------------------------------------------
 
     def arrive(self) -> bool:
-        """Arrive at the next barrier without waiting for the others; return True if all have arrived."""
+        """Arrive at the next barrier without waiting for the others.  Return True if all have arrived."""
         control = self._control
         if self.last_arrived & MAX_BARRIERS == MAX_BARRIERS:  # the next number is one of the next command
             raise RuntimeError(f"a command, or a program of synkhronos.run, can have at most {MAX_BARRIERS:,} barriers")
@@ -81,7 +81,7 @@ class CommandBarriers:
     def wait(
         self, is_ready: Callable[[], bool], on_poll: Callable[[], None] | None = None, reason: int = AWAITS_BARRIER
     ) -> None:
-        """Wait until a condition on shared memory holds; raise `Cancelled` if a rank failed in this command.
+        """Wait until a condition on shared memory holds.  Raise `Cancelled` if a rank failed in this command.
 
         ``on_poll`` is called repeatedly while waiting, and may raise.  The rank that makes the condition true wakes the
         ranks that sleep for this reason.
@@ -128,7 +128,7 @@ class CommandBarriers:
 
     @property
     def last_failed_command(self) -> int:
-        """Number of the last command that has failed on some rank; 0 if none has."""
+        """Number of the last command that has failed on some rank, or 0 if none has."""
         return self._control.words[ControlMemory.FAILED]
 
     def is_last_failed_command(self, command_number: int) -> bool:
@@ -136,7 +136,7 @@ class CommandBarriers:
         return self._control.words[ControlMemory.FAILED] == command_number
 
     def read_last_common(self, command_number: int) -> int | None:
-        """Return the number of the last barrier that all ranks reached in a failed command; None until decided."""
+        """Return the number of the last barrier that all ranks reached in a failed command, or None until decided."""
         return read_last_common_barrier(self._control.words, command_number)
 
     def wait_until_decided(self, command_number: int) -> None:

@@ -172,7 +172,7 @@ class CommandRunner(ABC):
     # -- commands --------------------------------------------------------------------------------------------
 
     def run(self, command: Command) -> Any:
-        """Run a command on every rank, under the lock; return the master's result.
+        """Run a command on every rank, under the lock.  Return the master's result.
 
         It raises WorkerError if a worker raised an exception or died, or the exception of the master's own part.
         """
@@ -190,7 +190,7 @@ class CommandRunner(ABC):
         return self._execute(command)
 
     def _execute(self, command: Command) -> Any:
-        """Run a command on all ranks; return the master's result, or raise the ranks' error.
+        """Run a command on all ranks.  Return the master's result, or raise the ranks' error.
 
         The order is the same whether the master's part succeeds, fails or is interrupted:
 
@@ -232,7 +232,7 @@ class CommandRunner(ABC):
             del master_error  # the error refers to this frame: a cycle, which would delay the release of memory
 
     def _post_and_run_own_part(self, command: Command, command_number: int) -> tuple[Any, BaseException | None]:
-        """Post a command and run the master's part; return its result, and its exception or None."""
+        """Post a command and run the master's part.  Return its result, and its exception or None."""
         rank, watch = self.rank, self._watch
         if self.timeout is not None:
             self._command_start_time = time.monotonic()

@@ -180,7 +180,7 @@ class ControlMemory:
         self.report_nbytes[rank] = len(report)
 
     def read_report(self, rank: int) -> bytes:
-        """Return a rank's exception report; empty if it has none."""
+        """Return a rank's exception report, or an empty one if it has none."""
         return bytes(self._slots[rank][_REPORT_SLOT][: self.report_nbytes[rank]])
 
     def fence(self) -> None:
@@ -316,12 +316,12 @@ class Semaphore:
         _libc.sem_post(self._semaphore)
 
     def acquire(self, timeout: float) -> bool:
-        """Decrement the semaphore; return False if it stays zero for ``timeout`` seconds, or a signal arrives."""
+        """Decrement the semaphore.  Return False if it stays zero for ``timeout`` seconds, or a signal arrives."""
         deadline, until = self._deadline, time.clock_gettime(_CLOCK) + timeout
         deadline.seconds = seconds_part = int(until)
         deadline.ns = int((until - seconds_part) * 1e9)
         return not _sem_wait(self._semaphore, _CLOCK, self._until)
 
     def acquire_or_signal(self, timeout: float) -> bool:
-        """Decrement the semaphore unless a signal arrives first; return False after ``timeout`` seconds."""
+        """Decrement the semaphore unless a signal arrives first.  Return False after ``timeout`` seconds."""
         return self.acquire(timeout) or ctypes.get_errno() != errno.ETIMEDOUT

@@ -65,7 +65,7 @@ def get_session() -> Session:
 
 
 def get_last_death() -> Death | None:
-    """Return the worker's exit that ended this process's last session; None if it runs, or ended otherwise."""
+    """Return the worker's exit that ended this process's last session, or None if it runs, or ended otherwise."""
     return None if _current is None else _current.death
 
 
@@ -80,7 +80,7 @@ def get_last_host(rank: int) -> tuple[str, int]:
 
 
 def get_inherited_session() -> Session | None:
-    """Return the running session of the master that this process is a fork of; None in any other process."""
+    """Return the running session of the master that this process is a fork of, or None in any other process."""
     return _current if _current is not None and _current.is_inherited and _current.close_reason is None else None
 
 

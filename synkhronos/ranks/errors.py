@@ -165,7 +165,7 @@ class Cancelled(Exception):
 def describe_effect(
     effect: str | None, partial_effect: str | None, applied_ranks: list[int], busy_ranks: list[int], size: int
 ) -> str:
-    """Return a sentence on the ranks that have applied the effect of a failed command; "" without an effect."""
+    """Return a sentence on the ranks that have applied the effect of a failed command, or "" without an effect."""
     if effect is None:
         return ""
     if undecided := [r for r in busy_ranks if r not in applied_ranks]:

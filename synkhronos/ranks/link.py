@@ -54,7 +54,7 @@ class Link:
     def start_remote_workers(
         self, control: ControlMemory, control_file: io.FileIO | None, master_rank: int, profile: bool
     ) -> socket.socket | None:
-        """Start the other hosts' workers; return the channel over which this host's agent gets segments.
+        """Start the other hosts' workers.  Return the channel over which this host's agent gets segments.
 
         With one host, do nothing and return None.
         """
@@ -70,11 +70,11 @@ class Link:
         return b""
 
     def get_host_name(self, rank: int) -> str:
-        """Return the name of a rank's host; "" if there is only one."""
+        """Return the name of a rank's host, or "" if there is only one."""
         return ""
 
     def find_failure(self) -> SessionFailure | None:
-        """Return the failure of another host, or of a worker there; None if there is none."""
+        """Return the failure of another host, or of a worker there, or None if there is none."""
         return None
 
     def shut_down(

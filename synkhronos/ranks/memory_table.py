@@ -100,7 +100,7 @@ class MemoryTable:
         return self._add(Segment(self.last_key + 1, file.fileno(), nbytes), file, may_run_command)
 
     def map_user_file(self, path: str) -> Segment:
-        """Map a user's file, the same on every host, as a segment; raise OSError if it is missing or not readable."""
+        """Map a user's file, the same on every host, as a segment.  Raise OSError if it is missing or not readable."""
         self.release_unused()
         with defer_signals():
             file = io.FileIO(path)
@@ -177,7 +177,7 @@ class MemoryTable:
         del self.unsent_releases[: len(release.released)]
 
     def reopen_segments(self) -> list[tuple[Segment, io.FileIO]] | None:
-        """Reopen the files of all segments, for `resend_segments`; return None if they are too many."""
+        """Reopen the files of all segments, for `resend_segments`.  Return None if they are too many."""
         return list(self.segments.reopen_files()) if len(self.segments) <= _MAX_UNSENT else None
 
     def resend_segments(self, receivers: Collection[int], files: list[tuple[Segment, io.FileIO]] | None) -> None:

@@ -102,7 +102,7 @@ class PeerWatch:
             self._raise_error()
 
     def _wait_for_exit(self) -> bool:
-        """Wait briefly for the exit of a worker whose channel is closed; return True if a worker has exited."""
+        """Wait briefly for the exit of a worker whose channel is closed.  Return True if a worker has exited."""
         deadline = time.monotonic() + _EXIT_SECONDS
         while not self._has_peer_died():
             if time.monotonic() > deadline or not any(map(is_peer_closed, list(self._channels.values()))):

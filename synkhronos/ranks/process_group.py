@@ -46,13 +46,13 @@ class ProcessGroup:
         self._close_control_file()
 
     def find_unstarted_rank(self) -> int | None:
-        """Return the first rank of this host whose worker was not started; None if all were."""
+        """Return the first rank of this host whose worker was not started, or None if all were."""
         return self._workers.find_unstarted_rank()
 
     # -- commands ----------------------------------------------------------------------------------------------
 
     def wait_until_done(self, check_peers: Callable[[], None], limit: float | None = None) -> bool:
-        """Wait until all ranks have finished the posted command, at most ``limit`` seconds; return whether they have.
+        """Wait until all ranks have finished the posted command, at most ``limit`` seconds.  Return whether they have.
 
         ``check_peers`` is called repeatedly and may raise.
         """
@@ -74,7 +74,7 @@ class ProcessGroup:
         return self._workers.has_any_exited() or self.link.find_failure() is not None
 
     def find_failure(self) -> SessionFailure | None:
-        """Return the exit of a worker, or the failure of another host; None if there is none."""
+        """Return the exit of a worker, or the failure of another host, or None if there is none."""
         exited = self._workers.reap()
         if exited is not None:
             rank, pid, code = exited
@@ -83,7 +83,7 @@ class ProcessGroup:
         return self.link.find_failure()
 
     def find_timeout_failure(self, start_time: float, timeout: float) -> SessionFailure | None:
-        """Return the failure of a rank that has shown no progress for ``timeout`` seconds; None if there is none.
+        """Return the failure of a rank that has shown no progress for ``timeout`` seconds, or None if there is none.
 
         ``start_time`` is the start of the command, by the monotonic clock.
         """

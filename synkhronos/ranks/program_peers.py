@@ -95,7 +95,7 @@ class ProgramPeers:
     # -- progress --------------------------------------------------------------------------------------------
 
     def report_progress(self) -> None:
-        """Publish that this rank makes progress; raise `Cancelled` if a peer has failed."""
+        """Publish that this rank makes progress.  Raise `Cancelled` if a peer has failed."""
         if self.rank.barriers.is_last_failed_command(self.rank.command_number):
             raise Cancelled
         now = perf_counter()
@@ -182,14 +182,14 @@ class ProgramPeers:
     # -- locks -----------------------------------------------------------------------------------------------
 
     def get_lock(self, lock: int) -> Lock:
-        """Return a lock, to be used in a ``with`` statement; raise ValueError for a number out of range."""
+        """Return a lock, to be used in a ``with`` statement.  Raise ValueError for a number out of range."""
         if not 0 <= lock < self.layout.n_locks:
             raise ValueError(f"expected a lock from 0 to {self.layout.n_locks - 1}, got {lock}")
         is_local = self.layout.find_rank_on_lock_host(lock) in self.rank.local_ranks
         return Lock(self, lock, self.layout.get_semaphore(self._segment, lock) if is_local else None)
 
     def _acquire(self, lock: int, semaphore: Semaphore, timeout: float | None = None) -> int | None:
-        """Acquire a lock of this host and return its turn; None if it was not free within ``timeout`` seconds."""
+        """Acquire a lock of this host and return its turn, or None if it was not free within ``timeout`` seconds."""
         # Without this check, a rank that finds all its locks free would not notice a failure until its program ends.
         if self.rank.barriers.is_last_failed_command(self.rank.command_number):
             raise Cancelled
@@ -222,7 +222,7 @@ class ProgramPeers:
             semaphore.release()
 
     def _request(self, operation: LockOperation, lock: int, ranges: Sequence[ByteRange] = ()) -> int:
-        """Send a request for a lock of another host to this host's agent; return the answer, 0 for RELEASE."""
+        """Send a request for a lock of another host to this host's agent.  Return the answer, 0 for RELEASE."""
         me, sent = self.rank.number, self._words.sent
         own_channel = me * self.layout.n_ranks + me
         description = f"for lock {lock}"
@@ -346,7 +346,7 @@ class Lock:
         self.release()
 
     def acquire(self, timeout: float | None = None) -> bool:
-        """Acquire the lock without a ``with`` statement; return False if it was not free within ``timeout`` seconds.
+        """Acquire the lock without a ``with`` statement.  Return False if it was not free within ``timeout`` seconds.
 
         Parameters
         ----------

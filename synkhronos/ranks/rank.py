@@ -46,7 +46,7 @@ class SingletonRegistry:
         self._by_class: dict[type, Any] = {}
 
     def get_or_create(self, cls: type[T], factory: Callable[[], T] | None = None) -> T:
-        """Return the object of a class; the first call creates it with ``factory``, or with the class itself."""
+        """Return the object of a class.  The first call creates it with ``factory``, or with the class itself."""
         instance: T | None = self._by_class.get(cls)
         if instance is None:
             instance = self._by_class[cls] = (factory or cls)()
@@ -198,7 +198,7 @@ class Rank:
     # -- barriers, and exchange of values at them ----------------------------------------------------------
 
     def barrier(self) -> None:
-        """Return when every rank has arrived at this barrier; raise `Cancelled` if a rank failed in this command."""
+        """Return when every rank has arrived at this barrier.  Raise `Cancelled` if a rank failed in this command."""
         self.barriers.wait_at_next()
 
     def run_on_all_or_no_rank(self, operation: Callable[[], T], is_collective: bool) -> T:
@@ -260,7 +260,7 @@ class Rank:
         return cached
 
     def compare_digests(self, digest: bytes) -> bool:
-        """Exchange digests at the next barrier, a collective operation; return True if all ranks pass the same one."""
+        """Exchange digests at the next barrier, a collective operation.  Return True if all ranks pass the same one."""
         barrier_number = self._write_slot(digest)
         self.barriers.wait_at_next()
         return self.has_equal_digests(barrier_number)

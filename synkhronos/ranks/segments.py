@@ -167,7 +167,7 @@ class ArrayLocation(NamedTuple):  # a tuple, because it is pickled with every ca
         return segments[self.segment_key].view_array(self.shape, self.dtype, self.offset)
 
     def find_local_rows(self, size: int, host_ranks: range) -> range | None:
-        """Return the rows that only the host of these ranks has; None if the master's host has all rows."""
+        """Return the rows that only the host of these ranks has, or None if the master's host has all rows."""
         return None
 
     def slice_items(self, start: int, stop: int) -> ArrayLocation:
@@ -207,7 +207,7 @@ class SegmentTable:
             self._unmapped[segment.key] = segment
 
     def reopen_files(self) -> Iterator[tuple[Segment, io.FileIO]]:
-        """Reopen the file of each segment, or copy its memory to a new file; yield segments and open files by key.
+        """Reopen the file of each segment, or copy its memory to a new file.  Yield segments and open files by key.
 
         New processes can't map the old file, as its descriptor is closed.  Views of the memory stay valid.  MemoryError
         is raised if there is not enough memory for a copy, and OSError if a user's file has been replaced.
@@ -287,7 +287,7 @@ def map_file(fd: int, nbytes: int, copy_on_write: bool = False) -> mmap.mmap:
 
 
 def _map_over(memory: mmap.mmap, fd: int, nbytes: int, copy_on_write: bool) -> int:
-    """Map a file over mapped memory, at its address; return an error number, or 0."""
+    """Map a file over mapped memory, at its address.  Return an error number, or 0."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, _MAP_FIXED
     flags |= mmap.MAP_PRIVATE | _MAP_NORESERVE if copy_on_write else mmap.MAP_SHARED
@@ -295,7 +295,7 @@ def _map_over(memory: mmap.mmap, fd: int, nbytes: int, copy_on_write: bool) -> i
 
 
 def send_segment(channel: socket.socket, segment: Segment, fd: int) -> None:
-    """Send a segment to the worker at the other end of ``channel``; do nothing if the worker has died."""
+    """Send a segment to the worker at the other end of ``channel``.  Do nothing if the worker has died."""
     rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))
     message = _SEGMENT_HEADER.pack(segment.key, segment.nbytes, segment.is_user_file)
     deadline = time.monotonic() + _SEND_SECONDS
@@ -341,7 +341,7 @@ class SegmentReceiver:
         self._reserve_descriptor()
 
     def receive(self) -> Segment | UnmappedSegment:
-        """Receive the next segment and map it; return `UnmappedSegment` if it cannot be mapped now."""
+        """Receive the next segment and map it.  Return `UnmappedSegment` if it cannot be mapped now."""
         if self._reserved_file is not None:
             self._reserved_file.close()
         try:

@@ -84,7 +84,7 @@ class Session(CommandRunner):
         return self._group.link.ranks_by_host
 
     def get_host_name(self, rank: int) -> str:
-        """Return the name of a rank's host; "" if there is only one."""
+        """Return the name of a rank's host, or "" if there is only one."""
         return self._group.link.get_host_name(rank)
 
     @property
@@ -232,7 +232,7 @@ class Session(CommandRunner):
                     self._free_memory()
 
     def replace_workers(self, spawn: bool = False, excluded_ranks: Collection[int] = ()) -> bool:
-        """Start new workers after a death within `keep_memory`; return False if all are forks, True otherwise.
+        """Start new workers after a death within `keep_memory`.  Return False if all are forks, True otherwise.
 
         They are copies of this process as it is now: they inherit its segments, and its replicated objects with their
         present values and compiled functions.

@@ -92,7 +92,7 @@ def main(
 def spawn_worker(
     control: ControlMemory, control_file: io.FileIO, channel: socket.socket, from_main_thread: bool, *arguments: int
 ) -> int:
-    """Start a worker as a new process, which calls `main` with ``arguments``; return its process id.
+    """Start a worker as a new process, which calls `main` with ``arguments``.  Return its process id.
 
     The process inherits the environment, `sys.path`, the file of the control memory and the channel.
     """

@@ -75,7 +75,7 @@ class WorkerProcesses:
         self.pids[rank] = pid
 
     def find_unstarted_rank(self) -> int | None:
-        """Return the first rank of this host whose worker was not started; None if all were."""
+        """Return the first rank of this host whose worker was not started, or None if all were."""
         return next((r for r in self._control.local_ranks if r not in (*self.pids, self._master_rank)), None)
 
     def has_any_exited(self) -> bool:
@@ -83,7 +83,7 @@ class WorkerProcesses:
         return any(_has_exited(pid) for pid in list(self.pids.values()))
 
     def reap(self) -> tuple[int, int, int] | None:
-        """Return rank, process id and exit code of one worker that has exited; None if all live.
+        """Return rank, process id and exit code of one worker that has exited, or None if all live.
 
         A second call returns `UNKNOWN_EXIT_CODE` for the same worker.
         """
@@ -94,7 +94,7 @@ class WorkerProcesses:
         return None
 
     def shut_down(self, grace_seconds: float, should_kill: Callable[[], bool]) -> None:
-        """Wait until all workers have exited; kill them after ``grace_seconds``, or once ``should_kill()`` is True."""
+        """Wait until all workers have exited.  Kill them after ``grace_seconds``, or once ``should_kill()`` is True."""
         deadline = time.monotonic() + grace_seconds
         while self.pids:
             rank, pid = next(iter(self.pids.items()))
