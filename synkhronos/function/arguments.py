@@ -185,7 +185,7 @@ def is_single_output(outputs: object) -> bool:
 
 
 def _find_library(**arguments: list[Any]) -> GraphLibrary:
-    """Return the graph library of the variables in all arguments; raise TypeError if there are several."""
+    """Return the graph library of the variables in all arguments.  Raise TypeError if there are several."""
     library: GraphLibrary | None = None
     for name, values in arguments.items():
         for value in values:
@@ -237,7 +237,7 @@ def _check_free_variables(library: GraphLibrary, specs: Any, outputs: Any, updat
 
 
 def _parse_input(library: GraphLibrary, value: object, name: str, allow_downcast: bool | None) -> InputSpec:
-    """Return the specification of an input; raise TypeError or ValueError for a variable that can't be one."""
+    """Return the specification of an input.  Raise TypeError or ValueError for a variable that can't be one."""
     spec = library.make_input_spec(value)
     if library.is_variable(value):  # an `In` has an ``allow_downcast`` of its own
         spec = replace(spec, allow_downcast=allow_downcast)
@@ -261,7 +261,7 @@ def _parse_input(library: GraphLibrary, value: object, name: str, allow_downcast
 
 
 def _parse_output_op(library: GraphLibrary, output: object, op: object, position: int) -> OutputOp:
-    """Return the op of an output; raise TypeError or ValueError if the output can't be reduced by it."""
+    """Return the op of an output.  Raise TypeError or ValueError if the output can't be reduced by it."""
     parsed = OutputOp.parse(op, f"outputs: the op of output {position}")
     variable = library.get_output_variable(output)
     if parsed.name is None:
@@ -280,7 +280,7 @@ def _parse_output_op(library: GraphLibrary, output: object, op: object, position
 
 
 def _resolve_mode(library: GraphLibrary, mode: Any, device: Device) -> Any:
-    """Return a mode, by default that of functions on the device; raise ValueError or TypeError if there is none."""
+    """Return a mode, by default that of functions on the device.  Raise ValueError or TypeError if there is none."""
     if mode is None:
         return device.default_mode or library.package.config.mode
     modes = library.package.compile.mode

@@ -310,7 +310,7 @@ class RankCall:
             library.store_value(shared, self.computation.device.as_array(value) if is_on_device else value)
 
     def _launch(self, rows: Sequence[Selection | None], sliceable_rows: Selection | None) -> list[Any]:
-        """Launch the compiled function on the given rows of each input, None for all; return its outputs."""
+        """Launch the compiled function on the given rows of each input, None for all.  Return its outputs."""
         inputs = self._stage_inputs(rows, sliceable_rows)
         if n_rank_means := self.compiled.n_rank_means:
             with RankMeanContext(self._rank.all_gather_bytes, n_rank_means).activate():

@@ -110,7 +110,7 @@ class Dispatcher:
     # -- variants --------------------------------------------------------------------------------------------
 
     def _choose_variant(self, batch_s: Any, num_slices: Any, output_subset: Any) -> Variant:
-        """Return the variant for the options of a call; raise TypeError or ValueError for invalid ones."""
+        """Return the variant for the options of a call.  Raise TypeError or ValueError for invalid ones."""
         if batch_s is None and output_subset is None and type(num_slices) is int and num_slices == 1:
             return DEFAULT_VARIANT
         num_slices = check_at_least(num_slices, "num_slices", 1)
@@ -141,7 +141,7 @@ class Dispatcher:
                 )
 
     def _choose_row_selector(self, batch_s: Any, num_slices: int) -> RowSelector | None:
-        """Return the kind of the inputs that select rows of sliceable shared variables; None for all rows."""
+        """Return the kind of the inputs that select rows of sliceable shared variables, or None for all rows."""
         computation = self.computation
         if batch_s is not None and not computation.sliceable_shareds:
             raise ValueError(f"batch_s: {computation.name} was made without sliceable_shareds")
@@ -160,7 +160,7 @@ class Dispatcher:
         return RowSelector.SLICE if can_slice else RowSelector.INDEXES
 
     def _parse_output_subset(self, output_subset: Any) -> tuple[int, ...] | None:
-        """Return the indexes of the selected outputs; None if all are."""
+        """Return the indexes of the selected outputs, or None if all are."""
         if output_subset is None:
             return None
         if not isinstance(output_subset, list | tuple | np.ndarray | range):

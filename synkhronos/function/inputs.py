@@ -205,7 +205,7 @@ def has_only_contiguous_slices(batch_s: Any) -> bool:
 
 
 def split_selections_by_rank(batch_s: Any, size: int, name: str = "batch_s") -> list[Any] | None:
-    """Return one selection for each of ``size`` ranks; None if ``batch_s`` is one selection for all ranks."""
+    """Return one selection for each of ``size`` ranks, or None if ``batch_s`` is one selection for all ranks."""
     if isinstance(batch_s, slice):
         return None
     if isinstance(batch_s, list | tuple) and any(
@@ -220,7 +220,7 @@ def split_selections_by_rank(batch_s: Any, size: int, name: str = "batch_s") -> 
 
 
 def to_integer_indexes(selection: Any, name: str) -> np.ndarray:
-    """Convert indexes to an array of int64, whose range each rank checks; raise TypeError for a mask."""
+    """Convert indexes to an array of int64, whose range each rank checks.  Raise TypeError for a mask."""
     index = as_index_array(selection, name, "a slice, a list of indexes, or a list of these, one for each rank")
     if index.dtype == bool:
         raise TypeError(f"{name}: expected integer indexes, got dtype {index.dtype}")

@@ -104,7 +104,7 @@ class RankOutputs(NamedTuple):
             return self._replace(compute_zero_rows=fail)
 
     def reduce(self, rank: Rank) -> Any:
-        """Reduce the outputs over all ranks; return one value for each output in the master."""
+        """Reduce the outputs over all ranks.  Return one value for each output in the master."""
         if not self.spec.has_reductions:
             return self.values or [None] * self.n_outputs
         return _reduce_arrays(rank, self) if self.spec.scalar_dtypes is None else _reduce_scalars(rank, [self])[0]
@@ -142,7 +142,7 @@ def _make_record_dtype(dtypes: tuple[np.dtype | None, ...]) -> np.dtype:
 
 
 def _reduce_scalars(rank: Rank, outputs_by_call: Sequence[RankOutputs]) -> list[Any]:
-    """Return the results of calls whose records fit into one message; None for each in workers."""
+    """Return the results of calls whose records fit into one message, or None for each in workers."""
     if len(outputs_by_call) == 1 and rank.size < _MIN_RANKS_OF_ARRAY:
         (outputs,) = outputs_by_call
         messages = rank.gather_bytes(b"" if rank.is_master else _pack_records(outputs_by_call))
@@ -193,7 +193,7 @@ def _reduce_messages(outputs: RankOutputs, messages: Sequence[bytes], own_number
 
 
 def _pack_records(outputs_by_call: Sequence[RankOutputs]) -> bytes:
-    """Return this rank's records of several calls with the same specification; zeros where it has no rows."""
+    """Return this rank's records of several calls with the same specification, or zeros where it has no rows."""
     dtypes = outputs_by_call[0].spec.scalar_dtypes or ()
     dtype = _make_record_dtype(dtypes)
     reduced = [i for i, value_dtype in enumerate(dtypes) if value_dtype is not None]
@@ -277,7 +277,7 @@ def _reduce_arrays(rank: Rank, outputs: RankOutputs) -> Any:
 
 
 def _to_numpy(value: Any) -> Any:
-    """Convert an array on a device to NumPy; return other values unchanged."""
+    """Convert an array on a device to NumPy.  Return other values unchanged."""
     device = find_device(value)
     return value if device is NUMPY else device.to_numpy(value)
 
