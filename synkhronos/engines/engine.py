@@ -50,7 +50,7 @@ class Runner:
         return [] if result is None else list(result) if isinstance(result, list | tuple) else [result]
 
     def record_signature(self, inputs: Sequence[Any]) -> bool:
-        """Record the inputs' shapes; return True if they are new, so that the engine compiles for them."""
+        """Record the inputs' shapes.  Return True if they are new, so that the engine compiles for them."""
         return False
 
     def wait(self, results: Sequence[Any]) -> None:
@@ -84,7 +84,7 @@ class GradientExchange(Protocol):
 
     @property
     def wire_dtype(self) -> str | None:
-        """Dtype in which the values without the tail are sent; None for their own dtype."""
+        """Dtype in which the values without the tail are sent, or None for their own dtype."""
 
     @property
     def n_tail_items(self) -> int:
@@ -98,7 +98,7 @@ class GradientExchange(Protocol):
         """Return this rank's copy of the variable that holds the gradient."""
 
     def get_shards(self, rank: Rank) -> StepShards | None:
-        """Return variables of a sharded optimizer; None if every rank updates all parameters."""
+        """Return variables of a sharded optimizer, or None if every rank updates all parameters."""
 
     def prepare_exchange(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
         """Return the connected communicator and the shape, right before the launch; all ranks have the same."""
@@ -119,7 +119,7 @@ class ReducibleOutputs(Protocol):
         """Return a copy with other values."""
 
     def reduce(self, rank: Rank) -> Any:
-        """Reduce the outputs over all ranks; return a list of values in the master."""
+        """Reduce the outputs over all ranks.  Return a list of values in the master."""
 
     @classmethod
     def reduce_many(cls, rank: Rank, outputs_by_call: Sequence[Self]) -> list[Any]:

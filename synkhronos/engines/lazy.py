@@ -112,7 +112,7 @@ class ResultTable(PendingOperation):
         return session.registry.get_or_create(cls, lambda: cls(session))
 
     def add_call(self, command_number: int, nbytes: int, n_outputs: int) -> list[Result]:
-        """Add a call with outputs of ``nbytes`` on the master's rank; return a `Result` for each of its outputs."""
+        """Add a call with outputs of ``nbytes`` on the master's rank.  Return a `Result` for each of its outputs."""
         call = _CallOutputs(command_number)
         # The callback is a C function: a callback in Python could swallow an interrupt.
         self._unread_calls[command_number] = _CallReference(call, self._deleted_calls.append, (command_number, nbytes))
@@ -307,7 +307,7 @@ class LazyEngine(Engine):
         ResultTable.get_or_create(session).drop_unneeded(session)
 
     def reduce_or_store_outputs(self, rank: Rank, outputs: ReducibleOutputs) -> tuple[int, int, int]:
-        """Store the outputs until they are read; return the arguments of `ResultTable.add_call`."""
+        """Store the outputs until they are read.  Return the arguments of `ResultTable.add_call`."""
         outputs = outputs.freeze(rank)
         stored = _get_stored_outputs(rank)
         assert rank.command_number not in stored, "two calls with outputs in one command"

@@ -43,7 +43,7 @@ class XlaEngine(LazyEngine):
     def fuse_step(
         self, rank: Rank, gradient: Runner, exchange: GradientExchange, updates: Sequence[Runner], n_repeats: int
     ) -> Runner | None:
-        """Fuse executables and NCCL's collectives into one launch; return None if that is impossible.
+        """Fuse executables and NCCL's collectives into one launch.  Return None if that is impossible.
 
         The result may differ between ranks: a fused training step has the same collectives as an unfused one, unless
         the optimizer is sharded, or the ranks have fused the last step.

@@ -158,11 +158,11 @@ class Executable(Runner):
         return fused
 
     def get_repeated(self, n_repeats: int) -> Executable | None:
-        """Return the executable that computes ``n_repeats`` times in one launch; None if that is impossible."""
+        """Return the executable that computes ``n_repeats`` times in one launch, or None if that is impossible."""
         return self if n_repeats == 1 else self.fuse(n_repeats=n_repeats)
 
     def record_signature(self, inputs: Sequence[Any]) -> bool:
-        """Record the inputs' shapes; return True if they are new, so that XLA compiles for them."""
+        """Record the inputs' shapes.  Return True if they are new, so that XLA compiles for them."""
         signature = tuple([getattr(value, "shape", ()) for value in inputs])
         if signature in self._signatures:
             return False
@@ -178,7 +178,7 @@ class Executable(Runner):
             self._communicator_number = communicator_number
 
     def __call__(self, *inputs: Any) -> list[Any]:
-        """Launch the program; return its outputs, which may not be computed yet."""
+        """Launch the program.  Return its outputs, which may not be computed yet."""
         for storage in self._storages:
             if type(storage[0]) is np.ndarray:
                 storage[0] = JAX.from_numpy(storage[0])

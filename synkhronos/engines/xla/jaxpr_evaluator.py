@@ -76,7 +76,7 @@ class JaxprEvaluator:
         return [v.val if isinstance(v, core.Literal) else self._values[v] for v in variables]
 
     def delay_until(self, token: Array) -> Any:
-        """Make the rest of the computation wait for a token; return a token of the same value."""
+        """Make the rest of the computation wait for a token.  Return a token of the same value."""
         import jax
 
         untraced_equations = self._find_untraced_equations([*self.parts, *filter(None, self._results)])

@@ -25,7 +25,7 @@ class XlaProfile:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def start(self) -> None:
-        """Start the profiler; raise ImportError if JAX is not installed."""
+        """Start the profiler.  Raise ImportError if JAX is not installed."""
         profiler = import_package("jax.profiler", "timeline(records_xla=True)", "jax")
         self._folder = tempfile.TemporaryDirectory(prefix="synkhronos-profile-")
         profiler.start_trace(self._folder.name, create_perfetto_trace=False)

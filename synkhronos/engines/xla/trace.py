@@ -68,7 +68,7 @@ def trace_functions(
 def trace_loop(
     compute_once: Callable[..., Any], n_repeats: int, n_inputs: int, changed_positions: Sequence[int], *arguments: Any
 ) -> tuple[Any, ...]:
-    """Trace a loop over ``n_repeats`` equal parts of the inputs; return the final values at ``changed_positions``.
+    """Trace a loop over ``n_repeats`` equal parts of the inputs.  Return the final values at ``changed_positions``.
 
     ``arguments`` are the inputs, then the state.  ``compute_once`` takes inputs and the state, and returns new values
     of the items at ``changed_positions`` of the state.

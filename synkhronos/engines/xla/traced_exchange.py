@@ -80,7 +80,7 @@ class TracedExchange:
         self._is_valid: Any = None
 
     def trace_function(self, function: JaxFunction, operands: Sequence[Any]) -> Sequence[Any]:
-        """Trace the next function, and the exchange that follows the first one; return the function's results."""
+        """Trace the next function, and the exchange that follows the first one.  Return the function's results."""
         if self._is_valid is not None:
             return trace_in_place(function, operands)
         evaluator, arrays = self._reduce(function, operands)
@@ -140,7 +140,7 @@ class TracedExchange:
         return evaluator, [*[array.astype(own_dtype) for array in reversed(arrays)], *tail]
 
     def _get_reduced_shape(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return the shape of an array's reduction; None if it is in place."""
+        """Return the shape of an array's reduction, or None if it is in place."""
         return None
 
     def _group_into_chunks(self, parts: Sequence[Any], itemsize: int, n_tail_items: int = 0) -> list[list[Any]]:
@@ -207,7 +207,7 @@ class TracedShardedExchange(TracedExchange):
         self._is_row_valid: Any = None
 
     def trace_function(self, function: JaxFunction, operands: Sequence[Any]) -> Sequence[Any]:
-        """Trace the next function, and the collectives that follow it; return the function's results."""
+        """Trace the next function, and the collectives that follow it.  Return the function's results."""
         if self._is_valid is None:
             return self._trace_gradient(function, operands)
         if self._is_row_valid is None:
@@ -225,7 +225,7 @@ class TracedShardedExchange(TracedExchange):
         return self._is_row_valid if is_state_shard else self._is_valid
 
     def _trace_gradient(self, function: JaxFunction, operands: Sequence[Any]) -> Sequence[Any]:
-        """Trace the function; return its results, with the matrix's old value, or all ranks' reduced rows."""
+        """Trace the function.  Return its results, with the matrix's old value, or all ranks' reduced rows."""
         import jax.numpy as jnp
 
         evaluator, self._row_blocks = self._reduce(function, operands)
@@ -237,7 +237,7 @@ class TracedShardedExchange(TracedExchange):
         return evaluator.finish(matrix)
 
     def _trace_update(self, function: JaxFunction, operands: Sequence[Any]) -> Sequence[Any]:
-        """Trace the function; return its results, with the row's old value."""
+        """Trace the function.  Return its results, with the row's old value."""
         import jax.numpy as jnp
 
         start = _find_operand_position(function, self._row_storage)
@@ -285,7 +285,7 @@ def _concatenate(arrays: Sequence[Array]) -> Any:
 
 
 def _split_tail(vectors: Sequence[Any], n_tail_items: int) -> tuple[list[Any], list[Any]]:
-    """Split consecutive vectors before their last ``n_tail_items`` items; return the vectors of both parts."""
+    """Split consecutive vectors before their last ``n_tail_items`` items.  Return the vectors of both parts."""
     head = list(vectors)
     tail_vectors: list[Any] = []
     while n_tail_items > 0:
