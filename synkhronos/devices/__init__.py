@@ -108,7 +108,7 @@ def find_device(value: object) -> Device:
 
 
 def get_array_device(array: Array) -> Device:
-    """Return the device that owns an array; raise TypeError for a value that no device owns."""
+    """Return the device that owns an array.  Raise TypeError for a value that no device owns."""
     device = find_device(array)
     if device is NUMPY and not NUMPY.owns(array):
         raise TypeError(f"no device supports arrays of type {type(array).__module__}.{type(array).__qualname__}")
@@ -116,7 +116,7 @@ def get_array_device(array: Array) -> Device:
 
 
 def read_environment_device() -> Device | None:
-    """Return the device that SYNKHRONOS_DEVICE names, or None; raise ValueError for one on GPUs or an unknown one."""
+    """Return the device that SYNKHRONOS_DEVICE names, or None.  Raise ValueError for one on GPUs or an unknown one."""
     name = os.environ.get("SYNKHRONOS_DEVICE")
     if not name:
         return None

@@ -32,7 +32,7 @@ class Communicator(ABC):
 
     @property
     def generation(self) -> int:
-        """Number of the connection, equal on all ranks that share it; 0 without a connection."""
+        """Number of the connection, equal on all ranks that share it, or 0 without a connection."""
         return 0
 
     def connect(self, generations: Sequence[int]) -> None:  # noqa: B027 - most need no connection
@@ -74,7 +74,7 @@ class Communicator(ABC):
         """
 
     def wait_briefly(self) -> bool:
-        """Wait a short time for the results of the last calls of `all_reduce`; return True if they are complete."""
+        """Wait a short time for the results of the last calls of `all_reduce`.  Return True if they are complete."""
         return True
 
     @abstractmethod

@@ -121,7 +121,7 @@ class Device(ABC):
     # -- start of the ranks --------------------------------------------------------------------------------
 
     def choose_gpus(self, n_local_ranks: int, local_master_index: int) -> list[str]:
-        """Return the GPU of each rank of this host, as ``CUDA_VISIBLE_DEVICES`` names it; "" without GPUs.
+        """Return the GPU of each rank of this host, as ``CUDA_VISIBLE_DEVICES`` names it, or "" without GPUs.
 
         Called before `initialize`: in the master for its host, and on every rank of the other hosts, where
         ``local_master_index``, the index of the master among the ranks of this host, is 0.

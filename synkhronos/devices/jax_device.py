@@ -43,7 +43,7 @@ class JaxDevice(CudaDevice):
         return bridge is not None and bool(bridge.backends_are_initialized())
 
     def open_gpu(self, gpu: str) -> None:
-        """Start JAX on the only GPU that is visible; raise RuntimeError if JAX does not compute on it."""
+        """Start JAX on the only GPU that is visible.  Raise RuntimeError if JAX does not compute on it."""
         jax = self._import_jax()
         devices = jax.devices()
         if devices[0].platform != "gpu":
@@ -74,7 +74,7 @@ class JaxDevice(CudaDevice):
 
     @property
     def stream(self) -> int | None:
-        """Handle of the stream on which XLA computes; None if it can't be found."""
+        """Handle of the stream on which XLA computes, or None if it can't be found."""
         return None if self._compute_stream is None else self._compute_stream.handle
 
     @cached_property

@@ -90,7 +90,7 @@ class CudaDevice(Device):
     @property
     @abstractmethod
     def stream(self) -> int | None:
-        """Handle of the stream on which the library computes; None if it is unknown."""
+        """Handle of the stream on which the library computes, or None if it is unknown."""
 
     @abstractmethod
     def get_address(self, array: Array) -> int:

@@ -41,7 +41,7 @@ _QUICK_SECONDS = 50e-6
 
 @cache
 def to_nccl_dtype(dtype: np.dtype) -> int | None:
-    """Return NCCL's number of a dtype; None if NCCL does not support it."""
+    """Return NCCL's number of a dtype, or None if NCCL does not support it."""
     return NCCL_DTYPES.get(str(dtype))  # cached, as the conversion to str is slow
 
 
@@ -75,7 +75,7 @@ class NcclCommunicator(Communicator):
 
     @property
     def generation(self) -> int:
-        """Number of the connection, equal on all ranks that share it; 0 without a connection."""
+        """Number of the connection, equal on all ranks that share it, or 0 without a connection."""
         return self._connection.generation
 
     def connect(self, generations: Sequence[int]) -> None:
@@ -128,7 +128,7 @@ class NcclCommunicator(Communicator):
             self._wait_until_idle()
 
     def wait_briefly(self) -> bool:
-        """Wait for at most `_QUICK_SECONDS` for small all-reduces on a stream that was idle; return True if complete.
+        """Wait for at most `_QUICK_SECONDS` for small all-reduces on a stream that was idle.  Return True if complete.
 
         On an idle stream they take less time than the launch that `rewrap` needs without the results.
         """
@@ -146,7 +146,7 @@ class NcclCommunicator(Communicator):
 
     @property
     def max_early_nbytes(self) -> int:
-        """Number of bytes of an all-reduce that takes no longer than a launch; 0 where `all_reduce` waits."""
+        """Number of bytes of an all-reduce that takes no longer than a launch, or 0 where `all_reduce` waits."""
         return 0 if self._array_device.stream is None else _QUICK_NBYTES
 
     def compare_started(self, digest: bytes) -> bool:
@@ -263,7 +263,7 @@ class NcclCommunicator(Communicator):
         self._wait_until_idle(self._rank.barriers.check_cancelled)
 
     def _prepare_buffer(self, array: Array) -> tuple[int, int, int | None]:
-        """Wait for an array unless NCCL uses the library's stream; return its address, length, and NCCL dtype."""
+        """Wait for an array unless NCCL uses the library's stream.  Return its address, length, and NCCL dtype."""
         if self._array_device.stream is None:
             self._array_device.wait([array])
         return self._array_device.get_address(array), array.size, to_nccl_dtype(array.dtype)

@@ -108,7 +108,7 @@ class NcclConnection:
         self.generation = generation
 
     def _run_init(self, unique_id: bytes) -> str | None:
-        """Run NCCL's init in a thread; return the reason of a failure, or None.
+        """Run NCCL's init in a thread.  Return the reason of a failure, or None.
 
         If a peer fails, the thread is abandoned.  A non-blocking communicator would be interruptible, but starts a
         thread for each collective.
@@ -156,7 +156,7 @@ class NcclConnection:
             errors.append(error)
 
     def _set_current_comm(self, attempt: int, comm: Any) -> bool:
-        """Store an attempt's communicator as the current one; return False if the attempt was aborted."""
+        """Store an attempt's communicator as the current one.  Return False if the attempt was aborted."""
         with self._comm_lock:
             if attempt != self._attempt:
                 return False
@@ -203,12 +203,12 @@ class NcclConnection:
             raise RuntimeError("the connection between the ranks' GPUs was aborted")
 
     def get_handle(self) -> Any:
-        """Return the communicator's handle, for NCCL's functions; raise the errors of `check_connected`."""
+        """Return the communicator's handle, for NCCL's functions.  Raise the errors of `check_connected`."""
         self.check_connected()
         return self._handle
 
     def get_async_error(self) -> int | None:
-        """Return NCCL's asynchronous error (an ncclResult_t); None if there is none."""
+        """Return NCCL's asynchronous error (an ncclResult_t), or None if there is none."""
         with self.nccl_lock:
             if self._comm is None:
                 return None
@@ -217,7 +217,7 @@ class NcclConnection:
 
 
 def _describe_interfaces(own_interface: str, first_interface: str, first_rank: int) -> str:
-    """Return a sentence on the interfaces by which this rank has tried to reach the first rank; "" if unknown."""
+    """Return a sentence on the interfaces by which this rank has tried to reach the first rank, or "" if unknown."""
     if not (own_interface and first_interface):
         return ""
     return (

@@ -42,12 +42,12 @@ class NcclLog:
                 os.environ.pop(name, None)
 
     def find_interface(self) -> str:
-        """Return the network interface, with its address, by which NCCL reaches the other ranks; "" if unknown."""
+        """Return the network interface, with its address, by which NCCL reaches the other ranks, or "" if unknown."""
         interfaces = _INTERFACE.findall(self._read(0))  # from the start: NCCL logs it once per process
         return interfaces[-1] if interfaces else ""
 
     def quote_warnings(self) -> str:
-        """Return a sentence with the last warnings of this block, to append to a message; "" if there are none."""
+        """Return a sentence with the last warnings of this block, to append to a message, or "" if there are none."""
         messages = _WARNING.findall(self._read(self._start))[-_MAX_WARNINGS:]
         return f". NCCL's warnings: {'; '.join(messages)}" if messages else ""
 

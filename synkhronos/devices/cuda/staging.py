@@ -95,7 +95,7 @@ class GpuBytes:
 
 
 def check_result(results: Any) -> Any:
-    """Return the value of a call of the CUDA driver; raise RuntimeError if the call has failed."""
+    """Return the value of a call of the CUDA driver.  Raise RuntimeError if the call has failed."""
     error, *values = results
     if error != _SUCCESS:
         from cuda.bindings import driver
@@ -126,7 +126,7 @@ class _DoubleBuffer:
         self._buffers = [allocate()]
 
     def acquire(self) -> _InputBuffer:
-        """Return a buffer that no launch reads any more; wait for a launch if necessary."""
+        """Return a buffer that no launch reads any more.  Wait for a launch if necessary."""
         buffer = self._buffers[0]
         if buffer.last_read is None or buffer.last_read.is_done:
             return buffer
@@ -199,7 +199,7 @@ class Staging:
     # -- to the GPU ------------------------------------------------------------------------------------------
 
     def stage_input(self, rank: Rank, location: ArrayLocation, rows: Selection | None, buffers: Buffers) -> Any:
-        """Start a copy of rows (None: all) to a reused buffer; return the buffer's array."""
+        """Start a copy of rows (None: all) to a reused buffer.  Return the buffer's array."""
         self._rank = rank
         shape = location.shape if rows is None else (len(rows), *location.shape[1:])
         buffer = self._get_double_buffer(buffers, shape, location.dtype).acquire()
@@ -208,7 +208,7 @@ class Staging:
         return buffer.array
 
     def stage_indexes(self, rank: Rank, values: np.ndarray, buffers: Buffers) -> Array:
-        """Start a copy of a vector of indexes to a reused buffer; return the buffer's array."""
+        """Start a copy of a vector of indexes to a reused buffer.  Return the buffer's array."""
         self._rank = rank
         self.set_current_gpu()
         self._mark_pending(rank)
@@ -387,7 +387,7 @@ class Staging:
     # -- page-locked memory ----------------------------------------------------------------------------------
 
     def pin_segment(self, rank: Rank, segment_key: int) -> int:
-        """Lock the pages of a segment unless they are locked; return its address, which is also valid on the GPU."""
+        """Lock the pages of a segment unless they are locked.  Return its address, which is also valid on the GPU."""
         segment = rank.segments[segment_key]
         address, _ = self._pinned_segments.get(segment, (None, 0))
         if address is None:

@@ -125,7 +125,7 @@ class CollectiveWatchdog(PendingOperation):
                 raise
 
     def compare_started(self, digest: bytes) -> bool:
-        """Wait as `wait_until_started`; return True if all ranks pass the same digest.
+        """Wait as `wait_until_started`.  Return True if all ranks pass the same digest.
 
         A rank that has started nothing passes another digest, to `Rank.compare_digests`.
         """

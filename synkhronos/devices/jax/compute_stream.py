@@ -42,7 +42,7 @@ def _stream_callback(address: int) -> None:
 
 
 def find_compute_stream() -> ComputeStream | None:
-    """Return the stream on which XLA computes on a GPU; None if it can't be found."""
+    """Return the stream on which XLA computes on a GPU, or None if it can't be found."""
     import jax
 
     try:

@@ -156,7 +156,7 @@ class FfiCollectives:
     # -- traced ----------------------------------------------------------------------------------------------
 
     def trace_start(self, array: Array, token: Array, shape: tuple[int, ...] | None = None) -> tuple[Any, Any]:
-        """Trace the start of a collective on an array; return its result and a token.
+        """Trace the start of a collective on an array.  Return its result and a token.
 
         XLA may order independent operations differently on different ranks.  The token makes each start depend on the
         previous one, so that all ranks start them in the same order.  The first start takes the token 0.  The result
@@ -249,7 +249,7 @@ class FfiCollectives:
     def dispatch(
         cls, frame_address: int, handle_call: Callable[[FfiCollectives, Any, CollectiveHandler], None]
     ) -> int | None:
-        """Pass a call by XLA to its program's object; return None, or the address of an error to end the launch."""
+        """Pass a call by XLA to its program's object.  Return None, or the address of an error to end the launch."""
         collectives = None
         try:
             frame = CallFrame.from_address(frame_address)

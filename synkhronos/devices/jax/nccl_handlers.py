@@ -34,7 +34,7 @@ NcclCaller = Literal["python", "native", "graph"]
 
 
 def read_nccl_caller() -> NcclCaller:
-    """Return the value of ``SYNKHRONOS_NCCL_CALLS``, as in `FfiCollectives`; raise ValueError for another value."""
+    """Return the value of ``SYNKHRONOS_NCCL_CALLS``, as in `FfiCollectives`.  Raise ValueError for another value."""
     caller = os.environ.get("SYNKHRONOS_NCCL_CALLS") or "native"
     if caller not in get_args(NcclCaller):
         raise ValueError(f"SYNKHRONOS_NCCL_CALLS: expected one of python, native, graph, got {caller!r}")

@@ -63,7 +63,7 @@ class ScalarLog:
         ]
 
     def get_arrays_to_copy(self) -> list[Any]:
-        """Return the arrays to copy before `LogEntry.read`; an empty list if the last copy is up to date."""
+        """Return the arrays to copy before `LogEntry.read`, or an empty list if the last copy is up to date."""
         if self._copies[0] == self._n_entries:
             return []
         if any(array.is_deleted() for (array,) in self.storages):

@@ -46,7 +46,7 @@ class XlaCommunicator(NcclCommunicator):
 
     @contextlib.contextmanager
     def enable_native_calls(self, is_recordable: bool) -> Iterator[LaunchState]:
-        """Let the handlers of the launch in the ``with`` block call NCCL without Python; yield the state for them.
+        """Let the handlers of the launch in the ``with`` block call NCCL without Python.  Yield the state for them.
 
         With ``is_recordable``, XLA may record the launch as a CUDA graph.  RuntimeError is raised if NCCL or CUDA has
         failed, or the connection was aborted.

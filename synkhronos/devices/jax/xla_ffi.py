@@ -123,7 +123,7 @@ def create_error(frame: Any) -> int:
 
 
 def handle_non_execution(frame: Any) -> bool:
-    """Answer XLA's call for the version of the interface; return False if a call executes the function."""
+    """Answer XLA's call for the version of the interface.  Return False if a call executes the function."""
     extension = _Extension.from_address(frame.extension) if frame.extension else None
     if extension is not None and extension.type == _METADATA:
         metadata, version = extension.metadata.contents, frame.api.contents.version
@@ -134,7 +134,7 @@ def handle_non_execution(frame: Any) -> bool:
 
 
 def get_stream(frame: Any) -> int | None:
-    """Return the handle of the stream of a call; None if XLA has no stream, as on the CPU."""
+    """Return the handle of the stream of a call, or None if XLA has no stream, as on the CPU."""
     api = frame.api.contents
     request = _StreamGet(ctypes.sizeof(_StreamGet), None, frame.context, None)
     error = api.stream_get(ctypes.addressof(request))

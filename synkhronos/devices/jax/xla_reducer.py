@@ -94,7 +94,7 @@ class XlaReducer(CollectiveHandler):
         self._rank.control.sums_begun[self._rank.number] = self.n_sums
 
     def wait_until_ended(self) -> None:
-        """Wait until the programs of all ranks have ended; raise RuntimeError if one waits for a further sum."""
+        """Wait until the programs of all ranks have ended.  Raise RuntimeError if one waits for a further sum."""
 
         def raise_if_diverged() -> None:
             if max(self._sums_begun) > self.n_sums:
