@@ -184,7 +184,7 @@ class Agent:
     # -- events of this host -----------------------------------------------------------------------------------
 
     def _send_changes(self) -> bool:
-        """Send changes of this host's control memory to the other hosts; return True if there were any."""
+        """Send changes of this host's control memory to the other hosts.  Return True if there were any."""
         words, has_events = self._control.words, False
         # `done` is read before FAILED: a failing rank writes FAILED first, so DONE is never sent before FAILED.
         done = tuple(self._control.done[self._local_slice])

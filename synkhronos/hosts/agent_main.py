@@ -86,7 +86,7 @@ def main(address: str) -> None:
 
 
 def _request_config(world: Any, channel: socket.socket | None) -> tuple[dict[str, Any] | None, list[int]]:
-    """Send the hosts' infos to the master; return its answer, the configuration of a session, and file descriptors.
+    """Send the hosts' infos to the master.  Return its answer, the configuration of a session, and file descriptors.
 
     The file descriptors are the control memory and the channel over which segments arrive, on the master's host only.
     The configuration is None if the master has closed the connection.

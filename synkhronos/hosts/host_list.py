@@ -73,7 +73,7 @@ def parse_hosts(hosts: str | Sequence[str] | None) -> list[Host]:
 
 
 def _parse_host(text: object, argument_name: str) -> Host:
-    """Return the host that a text such as "name" or "name:4" describes; raise ValueError for another text."""
+    """Return the host that a text such as "name" or "name:4" describes.  Raise ValueError for another text."""
     if not isinstance(text, str):
         raise TypeError(f"{argument_name}: expected names, got {text!r}")
     name, colon, count = text.strip().partition(":")

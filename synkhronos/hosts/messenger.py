@@ -66,7 +66,7 @@ class Messenger:
         return self._comm.Irecv([buffer, self._mpi.BYTE], source, 1)
 
     def complete_sends(self) -> int:
-        """Complete the sends that MPI has finished, to free their memory; return the number of unfinished ones."""
+        """Complete the sends that MPI has finished, to free their memory.  Return the number of unfinished ones."""
         self._unsent = [message for message in self._unsent if not message[0].Test()]
         return len(self._unsent)
 

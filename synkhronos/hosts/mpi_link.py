@@ -218,7 +218,7 @@ class MpiLink(Link):
     def start_remote_workers(
         self, control: ControlMemory, control_file: io.FileIO | None, master_rank: int, profile: bool
     ) -> socket.socket:
-        """Make the agents start the other hosts' workers; return the channel for segments to this host's agent."""
+        """Make the agents start the other hosts' workers.  Return the channel for segments to this host's agent."""
         assert self._channel is not None and control_file is not None
         self._control, self._link_memory = control, LinkMemory(control)
         config = {
@@ -282,7 +282,7 @@ class MpiLink(Link):
         return self.host_names[find_host(self.ranks_by_host, rank)]
 
     def find_failure(self) -> SessionFailure | None:
-        """Return the failure of a host, an agent, or a worker on another host; None if there is none.
+        """Return the failure of a host, an agent, or a worker on another host, or None if there is none.
 
         If ``mpirun`` has closed the connection, wait up to about a second for its message, which names the host.
         """
@@ -341,7 +341,7 @@ class MpiLink(Link):
             self.kill(max(_EXIT_SECONDS, 0.0 if kill else deadline - time.monotonic()))
 
     def _receive_idle_host_infos(self) -> bool:
-        """Receive the hosts' infos, which idle agents send again; return True if they have arrived."""
+        """Receive the hosts' infos, which idle agents send again.  Return True if they have arrived."""
         assert self._channel is not None
         with contextlib.suppress(OSError):
             if message := self._channel.recv(1 << 20, socket.MSG_DONTWAIT):

@@ -169,7 +169,7 @@ class FrameTransport:
         return has_sent_last and not self.has_transfers and len(self._ended_neighbours) == len(self._neighbours)
 
     def advance(self) -> bool:
-        """Start and complete transfers without blocking; return True if ranks have to be woken."""
+        """Start and complete transfers without blocking.  Return True if ranks have to be woken."""
         command_number = self._control.words[ControlMemory.POSTED] + self._number_offset
         if command_number != self._command_number:
             self._command_number, self._start_count = command_number, command_number << COUNT_BITS
@@ -187,7 +187,7 @@ class FrameTransport:
         return any(self._in_transit.values())
 
     def _complete_transfers(self, pipe: int) -> bool:
-        """Remove completed transfers; return True if one belongs to the current command."""
+        """Remove completed transfers.  Return True if one belongs to the current command."""
         in_transit, has_events = self._in_transit[pipe], False
         while in_transit and in_transit[0][1].Test():
             transferred = in_transit.popleft()[0]

@@ -104,7 +104,7 @@ class ProgramAgent:
         return any(self._queues.values()) or bool(self._transfers) or any(self._actions)
 
     def advance(self) -> bool:
-        """Process requests and transfers without blocking; return True if at least one was processed."""
+        """Process requests and transfers without blocking.  Return True if at least one was processed."""
         has_events = False
         for source, actions in enumerate(self._actions):
             while actions and actions[0].command_number <= self._command_number and actions[0].has_received_bytes():
@@ -197,7 +197,7 @@ class ProgramAgent:
             bridge.release(lock)
 
     def _grant(self, bridge: ProgramBridge, lock: int, queue: deque[tuple[int, int]]) -> bool:
-        """Acquire a lock for the first rank in its queue if the lock is free; return True if it was."""
+        """Acquire a lock for the first rank in its queue if the lock is free.  Return True if it was."""
         source, rank = queue[0]
         n_earlier_acquisitions = bridge.try_acquire(lock, rank)
         if n_earlier_acquisitions is None:
@@ -276,7 +276,7 @@ class ProgramBridge:
             last_counts[:] = counts
 
     def update_channel(self, source: int, target: int, count: int, content: bytearray | None) -> int:
-        """Apply progress that `poll_channels` has yielded on another host; return the rank that may wait for it."""
+        """Apply progress that `poll_channels` has yielded on another host.  Return the rank that may wait for it."""
         if content is None:
             self._received[source, target] = count
             return source
@@ -304,7 +304,7 @@ class ProgramBridge:
         self._words.agent_waits[lock] = is_waiting
 
     def try_acquire(self, lock: int, rank: int) -> int | None:
-        """Acquire a lock of this host for a rank of another host; return the number of its earlier acquisitions.
+        """Acquire a lock of this host for a rank of another host.  Return the number of its earlier acquisitions.
 
         Return None if the lock is not free.
         """
