@@ -354,7 +354,7 @@ class ReadOnlyData(Data):
         self._array.flags.writeable = False
 
     def _get_segment_key(self) -> int:
-        """Return the segment's key; raise ValueError if the memory was freed."""
+        """Return the segment's key.  Raise ValueError if the memory was freed."""
         self._check_open()
         if self._segment is None:
             raise ValueError(f"{self._source}: this Data object's memory was freed: make a new one")

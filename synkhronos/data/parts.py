@@ -264,7 +264,7 @@ class _DistributedArrayLocation(ArrayLocation):
 
 
 def _load_shares(session: Session, load: Any, shares: Sequence[range]) -> tuple[int, tuple[int, ...], str]:
-    """Load all rows, each rank its share; return the segment's key, the array's shape and its dtype."""
+    """Load all rows, each rank its share.  Return the segment's key, the array's shape and its dtype."""
     key = session.memory.reserve_key()
     try:
         Replicator.get_or_create(session).send([(("load", key), load)], [])
@@ -287,7 +287,7 @@ class _LoadRows(Command):
     shares: tuple[range, ...]
 
     def run(self, rank: Rank) -> tuple[tuple[int, ...], str]:
-        """Load this rank's rows; return a row's shape, and the dtype."""
+        """Load this rank's rows.  Return a row's shape, and the dtype."""
         share, length = self.shares[rank.number], self.shares[-1].stop
         rows = self._call_load(rank, share.start, share.stop) if share else None
         shape, dtype = self._gather_layout(rank, rows)
@@ -321,7 +321,7 @@ class _LoadRows(Command):
         return rows
 
     def _gather_layout(self, rank: Rank, rows: np.ndarray | None) -> tuple[tuple[int, ...], str]:
-        """Return a row's shape and the dtype; raise ValueError if they differ between ranks."""
+        """Return a row's shape and the dtype.  Raise ValueError if they differ between ranks."""
         by_rank = rank.all_gather(None if rows is None else (rows.shape[1:], rows.dtype.str))
         layout: tuple[tuple[int, ...], str] = by_rank[0]  # rank 0 always has rows
         for r, rank_layout in enumerate(by_rank):
