@@ -164,7 +164,7 @@ class Replicator:
                 )
 
     def get_key(self, shared: SharedVariable) -> tuple[str, int] | None:
-        """Return a shared variable's key; None if the workers don't have the variable."""
+        """Return a shared variable's key, or None if the workers don't have the variable."""
         return self._keys.get(shared)
 
     def send(self, objects: Sequence[tuple[Any, Any]], variables: Sequence[Variable]) -> UserCode | None:
@@ -195,7 +195,7 @@ class Replicator:
     def _send_objects(
         self, session: Session, nodes: list[Any], objects: list[tuple[Any, Any]], offsets: list[int]
     ) -> UserCode:
-        """Send objects with their keys until no worker has outdated modules; return the user code in the objects."""
+        """Send objects with their keys until no worker has outdated modules.  Return the user code in the objects."""
         outdated: set[str] | None = None
         while outdated is None or outdated:
             code, pickled = self._pickle_into_shared_memory((nodes, objects, offsets))
@@ -212,7 +212,7 @@ class Replicator:
         return code
 
     def _pickle_into_shared_memory(self, value: object) -> tuple[UserCode, ArrayLocation]:
-        """Pickle a value, with keys in place of shared variables that the workers have; return the user code in it.
+        """Pickle a value, with keys in place of shared variables that the workers have.  Return the user code in it.
 
         Raise TypeError if the value can't be pickled.
         """
@@ -235,7 +235,7 @@ class Replicator:
         return code, ArrayLocation(segment.key, "u1", (nbytes,))
 
     def _format_advice(self) -> str:
-        """Return advice for an error's message if code of modules is pickled by value; "" otherwise."""
+        """Return advice for an error's message if code of modules is pickled by value, or "" otherwise."""
         if not self._modules_by_value:
             return ""
         return (

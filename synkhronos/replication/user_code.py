@@ -70,7 +70,7 @@ class UserCode:
         return tuple(zip(self._by_name, self._digests, strict=False))
 
     def update_if_changed(self) -> bool:
-        """Update the digests if a used binding has changed; return True if they differ."""
+        """Update the digests if a used binding has changed.  Return True if they differ."""
         # Each call of a function calls this.  Comparing identities takes a microsecond, digests take much longer.
         if all(namespace.get(name, _MISSING) is value for namespace, name, value in self._used_bindings):
             return False
