@@ -206,7 +206,7 @@ class CheckpointFolder:
         return list_checkpoints(self.folder)
 
     def find_best(self) -> Path | None:
-        """Return the first checkpoint with the best value of `keep_best`; None if there are no checkpoints."""
+        """Return the first checkpoint with the best value of `keep_best`, or None if there are no checkpoints."""
         if self.keep_best is None:
             return None
         costs: dict[Path, float] = {}
@@ -254,7 +254,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def copy_checkpoint(path: Path, folder: Path) -> Path:
-    """Copy a checkpoint into another folder, unless that folder has it; return its path there."""
+    """Copy a checkpoint into another folder, unless that folder has it.  Return its path there."""
     copy = folder / path.name
     if copy.exists():
         return copy
@@ -266,7 +266,7 @@ def copy_checkpoint(path: Path, folder: Path) -> Path:
 
 @contextlib.contextmanager
 def _make_temporary_folder(folder: Path) -> Iterator[Path]:
-    """Make a temporary folder for a ``with`` block, which renames it; then wait until the new name is on the disk."""
+    """Make a temporary folder for a ``with`` block, which renames it.  Then wait until the new name is on the disk."""
     temporary = _make_temporary_path(folder)
     os.makedirs(temporary)
     try:
@@ -290,7 +290,7 @@ def _make_sort_key(path: Path) -> tuple[int, bool]:
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Read a checkpoint; raise CheckpointError if it is damaged."""
+    """Read a checkpoint.  Raise CheckpointError if it is damaged."""
     path = Path(path)
     files = _read_and_verify(path, _STATE_FILE, _META_FILE)
     header, arrays = _parse_header(path, files[_META_FILE]), _import_safetensors().load(files[_STATE_FILE])
@@ -298,7 +298,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a checkpoint's metadata without its arrays; raise CheckpointError if it is damaged."""
+    """Read a checkpoint's metadata without its arrays.  Raise CheckpointError if it is damaged."""
     meta: dict[str, Any] = _read_header(Path(path))["meta"]
     return meta
 

@@ -46,7 +46,7 @@ class BatchLoop(ABC):
 
     @abstractmethod
     def step(self, batches: Any) -> int:
-        """Train on the batches; return the number of steps."""
+        """Train on the batches.  Return the number of steps."""
 
     @abstractmethod
     def exchange_if_due(self, steps: int) -> None:
@@ -80,7 +80,7 @@ class PeriodicExchange:
         return self._steps_left
 
     def count_steps(self, steps: int) -> bool:
-        """Count ``steps`` steps; return True if an exchange is due after them."""
+        """Count ``steps`` steps.  Return True if an exchange is due after them."""
         self.state.step += steps
         self.state.steps_since_exchange += steps
         self._steps_left -= steps

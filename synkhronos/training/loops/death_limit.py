@@ -17,7 +17,7 @@ class DeathLimit:
         self._last_rank = -1
 
     def record_death(self, rank: int, is_failed_start: bool = False) -> str:
-        """Record the death of a rank; return a description of the limit that is exceeded, or ""."""
+        """Record the death of a rank.  Return a description of the limit that is exceeded, or ""."""
         is_second_try = False
         if is_failed_start:
             is_second_try = rank == self._last_rank

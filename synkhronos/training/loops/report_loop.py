@@ -58,7 +58,7 @@ class ReportLoop(ABC):
         return self.patience is not None and self.early_stopping.n_reports_since_best >= self.patience
 
     def observe(self, report: Report) -> bool:
-        """Compare a report with the best one so far; return True if it is better."""
+        """Compare a report with the best one so far.  Return True if it is better."""
         return self.early_stopping.observe(to_cost(report.metrics, self.metric))
 
     @property
@@ -72,7 +72,7 @@ class ReportLoop(ABC):
 
     @abstractmethod
     def train(self) -> bool:
-        """Train to the end of the interval; return False if a signal stops it."""
+        """Train to the end of the interval.  Return False if a signal stops it."""
 
     @abstractmethod
     def make_report(self) -> Report:
@@ -80,7 +80,7 @@ class ReportLoop(ABC):
 
     @abstractmethod
     def validate(self, report: Report) -> bool:
-        """Compute the validation of a report; return False if a signal stops it."""
+        """Compute the validation of a report.  Return False if a signal stops it."""
 
     @abstractmethod
     def save_at_signal(self) -> None:

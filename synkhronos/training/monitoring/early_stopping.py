@@ -12,7 +12,7 @@ _SIGNS = {"min": 1.0, "max": -1.0}
 
 
 def parse_monitored_metric(value: object, name: str) -> tuple[str, str]:
-    """Check the argument ``name``, which names a metric; return the metric, and "min" or "max" for the best value.
+    """Check the argument ``name``, which names a metric.  Return the metric, and "min" or "max" for the best value.
 
     Examples
     --------
@@ -40,7 +40,7 @@ class EarlyStopping:
     n_reports_since_best: int = 0
 
     def set_metric(self, metric: str) -> bool:
-        """Set the metric that `observe` compares; return True if this discards the best value of another metric."""
+        """Set the metric that `observe` compares.  Return True if this discards the best value of another metric."""
         is_other = self.metric not in ("", metric)
         if is_other:
             self.best, self.n_reports_since_best = math.inf, 0
@@ -48,7 +48,7 @@ class EarlyStopping:
         return is_other
 
     def observe(self, value: float) -> bool:
-        """Compare the value of a report with the best one; return True if it is better."""
+        """Compare the value of a report with the best one.  Return True if it is better."""
         is_best = value < self.best
         self.n_reports_since_best = 0 if is_best else self.n_reports_since_best + 1
         self.best = min(self.best, value)

@@ -150,7 +150,7 @@ def read_records(folder: str | os.PathLike[str]) -> dict[str, list[dict[str, Any
 
 
 def _parse_line(line: str) -> dict[str, Any]:
-    """Return the record of a line; an empty one if the line is not a JSON object."""
+    """Return the record of a line, or an empty one if the line is not a JSON object."""
     try:
         record = json.loads(line)
     except ValueError:

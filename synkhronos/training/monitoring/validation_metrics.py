@@ -62,7 +62,7 @@ def _is_metric_with_op(entry: tuple[Any, ...]) -> bool:
 
 
 def _parse_metric(name: str, entry: Any) -> Metric:
-    """Return the metric of an entry; raise TypeError or ValueError if it is not valid."""
+    """Return the metric of an entry.  Raise TypeError or ValueError if it is not valid."""
     expected = f"validate: {name}: expected a scalar variable, or (variable, op), or (variable, 'mean', weight)"
     parts = entry if isinstance(entry, list | tuple) else (entry,)
     if not 1 <= len(parts) <= 3:

@@ -27,7 +27,7 @@ StepRows: TypeAlias = list[np.ndarray] | None
 
 
 def assign_rows(batches: Sequence[Any], length: int, n_ranks: int) -> list[StepRows]:
-    """Return the row indexes of each step on each rank, for scattered data; None for a step of uneven shares."""
+    """Return the row indexes of each step on each rank, for scattered data, or None for a step of uneven shares."""
     steps: list[StepRows] = []
     for i, batch in enumerate(batches):
         rows = np.asarray(select_rows(batch, length, f"batches[{i}]"), np.int64)

@@ -46,7 +46,7 @@ class SerialTrainFunction:
         self._graph = graph
 
     def get_ema(self) -> list[SharedVariable] | None:
-        """Return the moving averages of the parameters, in their order; None without the option `ema`."""
+        """Return the moving averages of the parameters, in their order, or None without the option `ema`."""
         return self._graph.ema
 
     def __call__(self, x_data: DataArgument, y_data: DataArgument, batch: BatchArgument = None) -> Any:

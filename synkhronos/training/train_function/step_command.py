@@ -68,13 +68,13 @@ class StepCommand(_StepCommandFields, Command):
 
     @property
     def partial_effect(self) -> str | None:
-        """Effect in the message of an error in the middle of a launch of several steps; None for a single step."""
+        """Effect in the message of an error in the middle of a launch of several steps, or None for a single step."""
         if self.n_steps == 1:
             return None
         return "Some steps may have been taken, on some ranks more than on others: broadcast() makes them equal again."
 
     def run(self, rank: Rank) -> tuple[Any, Any] | None:
-        """Take the steps; return the outputs of both functions, or None if some rank can't fuse several steps."""
+        """Take the steps.  Return the outputs of both functions, or None if some rank can't fuse several steps."""
         gradient, update = self.gradient.bind_to_rank(rank), self.update.bind_to_rank(rank)
         fused_runner = None
         if self.every_rank_has_rows:
@@ -86,7 +86,7 @@ class StepCommand(_StepCommandFields, Command):
         return self._run_in_parts(rank, gradient, update) if fused_runner is None else (gradient.run(fused_runner), [])
 
     def _run_in_parts(self, rank: Rank, gradient: RankCall, update: RankCall) -> tuple[Any, Any]:
-        """Run the gradient, the all-reduce and the update one after another; return both functions' outputs."""
+        """Run the gradient, the all-reduce and the update one after another.  Return both functions' outputs."""
         is_second = rank.number == (rank.master_rank + 1) % rank.size
         if self.update.needs_compile and is_second and update.computation.compile_order == CompileOrder.AT_FIRST_CALL:
             # The master compiles the gradient meanwhile, so the two compilations run in parallel.
@@ -143,7 +143,7 @@ def can_skip_plan_check(rank: Rank, all_reduce: AllReduceValues) -> bool:
 def fuse_calls(
     rank: Rank, exchange: GradientExchange, gradient: RankCall, updates: Sequence[RankCall], n_steps: int = 1
 ) -> Runner | None:
-    """Return the fused launch of a gradient, its exchange and updates; None if this rank cannot fuse them."""
+    """Return the fused launch of a gradient, its exchange and updates, or None if this rank cannot fuse them."""
     if gradient.compiled.n_rank_means:
         return None  # the host takes part within the launch, and has to wait for its end
     computation = gradient.computation
@@ -198,7 +198,7 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
         )
 
     def run(self, rank: Rank) -> tuple[Any, list[Any]] | None:
-        """Take the steps; return the gradient's outputs, or None if a single step has to be taken instead."""
+        """Take the steps.  Return the gradient's outputs, or None if a single step has to be taken instead."""
         gradient, shard_update, parameter_update = (
             call.bind_to_rank(rank) for call in (self.gradient, self.shard_update, self.parameter_update)
         )

@@ -150,7 +150,7 @@ class TrainFunction:
         self._optimizer.set_vector(shareds, vector)
 
     def get_ema(self) -> list[SharedVariable] | None:
-        """Return the moving averages of the parameters, in their order; None without the option `ema`.
+        """Return the moving averages of the parameters, in their order, or None without the option `ema`.
 
         With `shard_optimizer` each rank has a part of the averages.  This method is then a collective: it sets the
         returned variables to the current averages on all ranks.
@@ -349,13 +349,13 @@ class TrainFunction:
         return losses
 
     def _take_step(self, arrays: list[Array], batch: BatchArgument, batch_s: Any, num_slices: int) -> WeightedLoss:
-        """Take a step; return its loss."""
+        """Take a step.  Return its loss."""
         losses = self._run_step_command(arrays, batch, batch_s, num_slices)
         assert losses is not None  # every rank can take a single step
         return losses[0]
 
     def _take_fused_steps(self, arrays: list[Array], rows: Sequence[StepRows]) -> list[WeightedLoss] | None:
-        """Take steps in one command; return their losses, or None if they have to be taken one by one."""
+        """Take steps in one command.  Return their losses, or None if they have to be taken one by one."""
         if len(rows) == 1:
             return None
         by_rank = [np.concatenate(parts) for parts in zip(*filter(None, rows), strict=True)]
@@ -452,7 +452,7 @@ class TrainFunction:
         )
 
     def _check_rank_rows(self, session: ranks.Session, gradient: Call, batch: BatchArgument) -> bool:
-        """Return whether some rank has no rows to compute; raise ValueError if no rank has any.
+        """Return whether some rank has no rows to compute.  Raise ValueError if no rank has any.
 
         Runs a command if only the ranks know their numbers of rows.
         """
@@ -584,7 +584,7 @@ def make_train_function(
 
 
 def _find_common_length(arrays: list[Array]) -> int | None:
-    """Return the number of rows of the data; None if their lengths differ, or some are minibatches of more rows."""
+    """Return the number of rows of the data, or None if their lengths differ, or some are minibatches of more rows."""
     try:
         if any(np.ndim(array) == 0 or getattr(array, "minibatch", False) for array in arrays):
             return None

@@ -174,7 +174,7 @@ def _check_update_rule_kwargs(update_rule: UpdateRule, update_rule_kwargs: Mappi
 
 
 def _parse_variables(argument: str, value: Any) -> list[Variable]:
-    """Return a list of variables with rows, from one variable or a list; raise TypeError or ValueError for others."""
+    """Return a list of variables with rows, from one variable or a list.  Raise TypeError or ValueError for others."""
     variables = list(value) if isinstance(value, list | tuple) else [value]
     for i, variable in enumerate(variables):
         expected = f"{argument}: expected a variable or a list of variables"
@@ -185,7 +185,7 @@ def _parse_variables(argument: str, value: Any) -> list[Variable]:
 
 
 def _parse_sliceable(shareds: Sequence[SharedVariable] | None, variables: list[Variable]) -> list[SharedVariable]:
-    """Return the shared variables with the rows of each input; raise TypeError or ValueError if they do not fit."""
+    """Return the shared variables with the rows of each input.  Raise TypeError or ValueError if they do not fit."""
     if shareds is None:
         return []
     if not isinstance(shareds, list | tuple):

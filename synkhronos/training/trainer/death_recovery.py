@@ -175,7 +175,7 @@ class RecoveryPolicy(DeathPolicy):
             self.step = by_rank[self._session.rank.number]["step"]
 
     def _recover(self, error: Exception, began: float) -> None:
-        """Replace the workers and restore the copy; raise the error if no worker has died, or too many have."""
+        """Replace the workers and restore the copy.  Raise the error if no worker has died, or too many have."""
         session, deaths = self._session, []
         ranks_to_remove: Sequence[int] = ()
         while session.has_kept_memory and self.has_copy:

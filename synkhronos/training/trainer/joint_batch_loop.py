@@ -88,7 +88,7 @@ class JointBatchLoop(TrainerBatchLoop):
 def take_joint_steps(
     plan: IntervalPlan, source: RowSource, model: CompiledModel, death_policy: DeathPolicy
 ) -> tuple[int, RankTotals]:
-    """Train all ranks on the rows of an interval; return the position reached, and the totals."""
+    """Train all ranks on the rows of an interval.  Return the position reached, and the totals."""
     loop, state = JointBatchLoop(plan, source, model, death_policy), model.state
     try:
         with contextlib.suppress(RowsMovedError):  # the next interval repeats the step

@@ -42,7 +42,7 @@ class _SharedBatchCounts:
 
     @property
     def last_round(self) -> int:
-        """Number of the round, from 1, after which training stops; 0 without a signal."""
+        """Number of the round, from 1, after which training stops, or 0 without a signal."""
         return int(self.rows.array[-1])
 
     def stop_after_started_rounds(self, rank_groups: Iterable[range]) -> None:

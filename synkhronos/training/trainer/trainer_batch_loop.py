@@ -55,7 +55,7 @@ class TrainerBatchLoop(BatchLoop):
             )
 
     def run(self) -> None:
-        """Train on all batches, or until a signal; then close the progress bar."""
+        """Train on all batches, or until a signal.  Then close the progress bar."""
         try:
             super().run()
         finally:
@@ -80,7 +80,7 @@ class TrainerBatchLoop(BatchLoop):
 
     @abstractmethod
     def take_steps(self, rows: list[Any]) -> list[tuple[Any, Any]]:
-        """Take a step per batch; return losses and weights, as `TrainFunction.take_steps_with_weights` does."""
+        """Take a step per batch.  Return losses and weights, as `TrainFunction.take_steps_with_weights` does."""
 
     @abstractmethod
     def free_after_steps(self, position_ranges: list[tuple[int, int]], steps: int) -> None:

@@ -141,7 +141,7 @@ class TrainerReportLoop(ReportLoop):
     # -- an interval -----------------------------------------------------------------------------------------
 
     def train(self) -> bool:
-        """Train to the next report; return False if a signal stops it."""
+        """Train to the next report.  Return False if a signal stops it."""
         self.death_policy.refresh_copy()
         position = self.position
         if not position.epoch_position:
@@ -219,7 +219,7 @@ class TrainerReportLoop(ReportLoop):
         )
 
     def _train_segment(self) -> tuple[int, list[RankTotals]]:
-        """Train until the next copy or report, or a signal; return the position reached, and the ranks' totals."""
+        """Train until the next copy or report, or a signal.  Return the position reached, and the ranks' totals."""
         position, data, loader = self.position, self.data, self.data.loader
         is_joint = self.model.joint_step is not None
 
@@ -254,7 +254,7 @@ class TrainerReportLoop(ReportLoop):
         return end, totals
 
     def _run_local_loops(self, plan: IntervalPlan, source: RowSource) -> list[tuple[int, RankTotals]]:
-        """Take local steps on every rank; return each rank's result."""
+        """Take local steps on every rank.  Return each rank's result."""
         model, length = self.model, ranks.get_session().size + 1
         if len(self.batch_counts) != length:  # a rank was left out
             self.batch_counts = make_data(shape=(length,), dtype="int64")
@@ -316,7 +316,7 @@ class TrainerReportLoop(ReportLoop):
         return not self.is_stop_requested()
 
     def finish_interval(self, report: Report) -> None:
-        """Move to the next interval, and pass the report to the recorders; raise FloatingPointError for NaN."""
+        """Move to the next interval, and pass the report to the recorders.  Raise FloatingPointError for NaN."""
         if not all(map(math.isfinite, [report.loss, *report.validation.values()])):
             raise FloatingPointError(
                 f"the loss is {report.loss} after {report.rows_seen:,} rows, validation {report.validation}: "

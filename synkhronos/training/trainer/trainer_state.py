@@ -137,7 +137,7 @@ class TrainerState:
         checkpoints.save(n_rows_seen, arrays, meta, {} if position.totals else position.metrics)
 
     def restore(self, path: str | os.PathLike[str], data: EpochData, schedule: Schedule) -> int:
-        """Restore all ranks and the position from a checkpoint; return the number of rows trained on so far."""
+        """Restore all ranks and the position from a checkpoint.  Return the number of rows trained on so far."""
         meta = read_metadata(path)
         check_can_resume(path, meta, self._describe())
         is_grown = not meta["row"] and meta["count"] < data.n_data_rows  # rows were appended after an epoch

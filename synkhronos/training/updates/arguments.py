@@ -25,7 +25,7 @@ def as_scalar(value: Scalar, like: Variable) -> Variable:
 
 
 def find_library(expected: str, *variables: Variable) -> GraphLibrary:
-    """Return the graph library of the variables; raise TypeError, with a message that begins with `expected`."""
+    """Return the graph library of the variables.  Raise TypeError, with a message that begins with `expected`."""
     try:
         return get_library(*variables)
     except TypeError as error:
@@ -33,7 +33,7 @@ def find_library(expected: str, *variables: Variable) -> GraphLibrary:
 
 
 def parse_params(params: Iterable[SharedVariable]) -> list[Any]:
-    """Return parameters as a list; raise TypeError or ValueError if they are not distinct shared float variables."""
+    """Return parameters as a list.  Raise TypeError or ValueError if they are not distinct shared float variables."""
     expected = "params: expected a list of shared variables of floats"
     # A variable is refused, since iterating over it would give its rows.
     if not isinstance(params, Iterable) or isinstance(params, str) or is_variable(params):
@@ -65,7 +65,7 @@ def check_scalars(params: Sequence[SharedVariable], **scalars: Any) -> None:
 
 
 def as_gradients(loss_or_grads: Variables, params: Sequence[SharedVariable]) -> list[Any]:
-    """Convert a loss to its gradients; return a list of gradients, one for each parameter, unchanged."""
+    """Convert a loss to its gradients.  Return a list of gradients, one for each parameter, unchanged."""
     if not isinstance(loss_or_grads, list | tuple):
         expected = "loss_or_grads: expected a symbolic scalar or a list of gradients"
         library = find_library(expected, loss_or_grads, *params)

@@ -16,7 +16,7 @@ from synkhronos.variable_types import SharedVariable
 def add_moving_averages(
     updates: RuleUpdates, params: list[SharedVariable], decay: float
 ) -> tuple[RuleUpdates, list[Any]]:
-    """Add updates for moving averages of the parameters; return all updates, and the averages, in at least float32.
+    """Add updates for moving averages of the parameters.  Return all updates, and the averages, in at least float32.
 
     The averages are e_t = d e_{t-1} + (1 - d) p_t.  They start from the parameters before the first step, even if the
     parameters have changed since the rule was made.

@@ -276,7 +276,7 @@ class ShardedUpdates:
         return self._join_pieces(variable, new_pieces)
 
     def _rewrite_nodes(self, variables: list[Variable]) -> dict[Any, _ShardedValue]:
-        """Rewrite the nodes that compute variables; return the value of each of their outputs."""
+        """Rewrite the nodes that compute variables.  Return the value of each of their outputs."""
         values: dict[Any, _ShardedValue] = {}
         for node in self._library.sort_nodes(variables):
             inputs = [self._get_value(values, v) for v in node.inputs]
@@ -387,7 +387,7 @@ class ShardedUpdates:
         return None
 
     def _count_elements(self, value: _ShardedValue) -> int | None:
-        """Return the length of a vector; None if it is unknown."""
+        """Return the length of a vector, or None if it is unknown."""
         if value.param_index is not None:
             return self._layout.sizes[value.param_index]
         if self._library.is_constant(value.variable):

@@ -410,7 +410,7 @@ def _check_positive_scalar(name: str, value: object) -> None:
 
 
 def _to_scalar(name: str, value: Scalar, like: Variable) -> Any:
-    """Return an option as a scalar in the dtype of `like`; raise ValueError for an array."""
+    """Return an option as a scalar in the dtype of `like`.  Raise ValueError for an array."""
     check_scalars([like], **{name: value})
     return as_scalar(value, like)
 

@@ -161,7 +161,7 @@ def get_update_rule_name(rule: UpdateRule) -> str:
 
 
 def to_rule_updates(rule: UpdateRule, result: object) -> RuleUpdates:
-    """Convert a rule's result to `RuleUpdates`; raise TypeError for anything but a triple."""
+    """Convert a rule's result to `RuleUpdates`.  Raise TypeError for anything but a triple."""
     if not isinstance(result, tuple) or len(result) != 3:
         raise TypeError(
             f"update_rule: expected {get_update_rule_name(rule)} to return (grad_updates, param_updates, grad_shared), "
@@ -178,7 +178,7 @@ def _declare_common_arguments(
 
 
 def format_hyperparameter(p: inspect.Parameter, descriptions: Mapping[str, str]) -> str:
-    """Return a hyperparameter's entry of the docstring; raise TypeError if it has no description."""
+    """Return a hyperparameter's entry of the docstring.  Raise TypeError if it has no description."""
     description = descriptions.get(p.name) or HYPERPARAMETER_DESCRIPTIONS.get(p.name)
     if description is None:
         raise TypeError(f"update_rule: expected a description of {p.name}: update_rule(..., {p.name}='...')")
