@@ -75,7 +75,7 @@ def can_fork_computation(session: Session) -> bool:
 
 
 def start_chain_ranks(max_ranks: int | None = None) -> bool:
-    """Start this chain's share of the ranks, at most ``max_ranks``; return whether ranks were started.
+    """Start this chain's share of the ranks, at most ``max_ranks``.  Return whether ranks were started.
 
     None are started if this process samples no chain, or if the master has no ranks or has them on GPUs.  The ranks end
     with this process.
@@ -120,7 +120,7 @@ def _measure_rate(evaluate: Callable[[], Any]) -> float:
 
 
 def run_forked(compute: Callable[[int], Iterator[Any]], n_processes: int) -> Generator[Any, None, None]:
-    """Run ``compute(i)`` in forked process ``i``; yield the objects that it yields, in order of arrival.
+    """Run ``compute(i)`` in forked process ``i``.  Yield the objects that it yields, in order of arrival.
 
     At the end, or after an error of a process or its exit, all processes are ended.
     """

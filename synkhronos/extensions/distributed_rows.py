@@ -88,7 +88,7 @@ class DistributedRows:
 
     @property
     def session(self) -> Session | None:
-        """Session whose ranks have the rows; None if there is none."""
+        """Session whose ranks have the rows, or None if there is none."""
         return None if self._session is None else self._session()
 
     def ensure_scattered(self, session: Session, device: Device, distributed_sum: SlicedSum) -> bool:
@@ -192,7 +192,7 @@ def _to_source(variable: Variable, value: Any) -> Any:
 
 
 def _count_rows(variables: Iterable[Variable], values: Sequence[Any]) -> int:
-    """Return the number of rows; raise ValueError if it differs between the values."""
+    """Return the number of rows.  Raise ValueError if it differs between the values."""
     lengths = list(map(len, values))
     if len(set(lengths)) > 1:
         lengths_by_name = dict(zip(map(describe, variables), lengths, strict=True))
@@ -211,7 +211,7 @@ def get_values(data: Any) -> Any:
 
 
 def _take_sample(values: Any) -> Any:
-    """Return shape and sampled bytes of an array, by which changes in place are found; None for read-only data."""
+    """Return shape and sampled bytes of an array, by which changes in place are found, or None for read-only data."""
     if isinstance(values, ReadOnlyData):
         return None
     array = np.asarray(values)

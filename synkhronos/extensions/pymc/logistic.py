@@ -49,7 +49,7 @@ def simplify_logistic(terms: Variable) -> Any:
 
 
 def _get_operand(variable: Any, scalar_op_class: Any) -> Any:
-    """Return the operand of an elementwise function; None if `variable` is None, or another function's value."""
+    """Return the operand of an elementwise function, or None if `variable` is None, or another function's value."""
     return (
         variable.owner.inputs[0] if variable is not None and is_elementwise(variable.owner, scalar_op_class) else None
     )

@@ -332,7 +332,7 @@ def _compute_draws(
     store: str | os.PathLike[str] | None,
     seeds: np.random.SeedSequence | None = None,
 ) -> Any:
-    """Compute all draws; return a dataset with the variables of `template`, the result of the first draw."""
+    """Compute all draws.  Return a dataset with the variables of `template`, the result of the first draw."""
     import xarray
 
     template = template.to_dataset() if hasattr(template, "to_dataset") else template

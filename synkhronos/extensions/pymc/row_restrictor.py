@@ -114,7 +114,7 @@ class RowRestrictor:
         return self.restrict_or_broadcast(variable, axis)
 
     def restrict_picked(self, values: Any, axis: int, index: Any) -> Any:
-        """Return the restriction of `values`, indexed along `axis` by a fixed index or slice; None if impossible.
+        """Return the restriction of `values`, indexed along `axis` by a fixed index or slice, or None if impossible.
 
         The data are indexed once, so that everything that is computed from them has these rows only.  With a mask, for
         which there is no other restriction, NotRowwiseError is raised in place of None.
@@ -164,7 +164,7 @@ class RowRestrictor:
         self._data = other._data
 
     def find_row_axis(self, variable: Variable) -> int | None:
-        """Return the axis of `variable` that runs along the rows; None if the search has not found one so far."""
+        """Return the axis of `variable` that runs along the rows, or None if the search has not found one so far."""
         for axis in range(getattr(variable.type, "ndim", 0)):
             if (variable, axis) in self._restricted:
                 return axis

@@ -261,7 +261,7 @@ def _is_slice_of_all_rows(restrictor: RowRestrictor, selection: slice) -> bool:
 
 
 def _get_fixed_slice(selection: slice) -> slice | None:
-    """Return a slice with integers as ends; None if they may change."""
+    """Return a slice with integers as ends, or None if they may change."""
     ends = [selection.start, selection.stop, selection.step]
     if not all(end is None or isinstance(end, Constant) for end in ends):
         return None

@@ -80,7 +80,7 @@ class SamplerCall:
 
 
 def _sample_on_ranks(name: str, arguments: dict[str, Any]) -> tuple[Any, Any, ModuleType]:
-    """Run PyMC's function for a sampler on all ranks; return the master's draws and statistics, and the library."""
+    """Run PyMC's function for a sampler on all ranks.  Return the master's draws and statistics, and the library."""
     model = arguments["model"]
     session = ranks.get_session()
 
@@ -129,7 +129,7 @@ class RunSampler(Command):
 
 
 def _sample_on_this_rank(sampler_call: SamplerCall) -> tuple[Any, dict[str, Any]]:
-    """Run PyMC's function on this rank; return draws and statistics."""
+    """Run PyMC's function on this rank.  Return draws and statistics."""
     module = importlib.import_module(_PYMC_JAX_MODULE)
     register_conversions()
     signed_logp = module.get_jaxified_graph(inputs=sampler_call.inputs, outputs=[sampler_call.signed_logp])
