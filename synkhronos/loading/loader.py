@@ -258,7 +258,7 @@ class Loader:
     def _make_plan(
         self, epoch: Any, batch_size: Any, seed: Any, start_row: Any, drop_last: Any, rank: int = 0, size: int = 1
     ) -> tuple[ReadPlan, int]:
-        """Check the arguments of `epoch` and `arrays`; return the plan and the batch size."""
+        """Check the arguments of `epoch` and `arrays`.  Return the plan and the batch size."""
         batch_size = check_at_least(batch_size, "batch_size", 1)
         for name, value in (("epoch", epoch), ("seed", seed), ("start_row", start_row), ("size", size)):
             if check_at_least(value, name, 0) >= 1 << 63:
@@ -526,7 +526,7 @@ def _reap_abandoned() -> None:
 
 
 def _allocate_array(shape: tuple[int, ...], dtype: np.dtype, in_session: bool) -> tuple[Any, Any]:
-    """Allocate memory that loader processes can map; return an array, or in a session Data, and the memory's file."""
+    """Allocate memory that loader processes can map.  Return an array, or in a session Data, and the memory's file."""
     if in_session:
         return create_with_file(shape, dtype, "batches")
     nbytes = max(1, math.prod(shape) * dtype.itemsize)

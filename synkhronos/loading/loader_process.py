@@ -55,7 +55,7 @@ class LoaderConfig:
 
 
 def pack_config(config: LoaderConfig) -> tuple[io.FileIO, int]:
-    """Pickle a configuration into shared memory, which all processes map; return the memory's file and size."""
+    """Pickle a configuration into shared memory, which all processes map.  Return the memory's file and size."""
     buffers: list[pickle.PickleBuffer] = []
     try:
         head = cloudpickle.dumps(config, pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append)

@@ -106,7 +106,7 @@ def order_rows(count: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
 
 
 def iterate_units(plan: ReadPlan, count: int, unit_rows: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the epoch, start and length of each unit, endlessly; yield nothing if epochs have no unit."""
+    """Yield the epoch, start and length of each unit, endlessly.  Yield nothing if epochs have no unit."""
     while plan.position or plan.list_unit_starts(count, unit_rows):
         for start in plan.list_unit_starts(count, unit_rows):
             yield plan.epoch, start, min(unit_rows, count - start)
@@ -272,7 +272,7 @@ class Ring:
             raise LoadError(f"{death}{RESUME_HINT.format(*position)}", *position)
 
     def describe_death(self) -> str:
-        """Describe the death of a loader process; return "" if all live."""
+        """Describe the death of a loader process.  Return "" if all live."""
         for loader, pid in enumerate(self.pids):
             if has_exited(pid):
                 return f"loader {loader} (process {pid}) {_describe_exit(pid)}"

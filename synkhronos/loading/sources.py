@@ -481,7 +481,7 @@ class IterableSource:
 
 
 def as_source(value: Any) -> Any:
-    """Return the source for a user's argument, as for `Loader`; raise TypeError or ValueError."""
+    """Return the source for a user's argument, as for `Loader`.  Raise TypeError or ValueError."""
     if isinstance(value, list | tuple):
         value = ArraySource(value)
     elif isinstance(value, np.ndarray | Data | FileArray):
