@@ -71,7 +71,7 @@ def get_nvml_handle(cuda_index: int) -> Any:
 
 
 def find_pci_device_cores(address: str) -> list[int]:
-    """Return the cores next to a PCI device; an empty list if Linux does not list them."""
+    """Return the cores next to a PCI device, or an empty list if Linux does not list them."""
     domain, _, bus_address = address.lower().partition(":")
     try:
         return parse_cores((_PCI_FOLDER / f"{domain[-4:]}:{bus_address}" / "local_cpulist").read_text())

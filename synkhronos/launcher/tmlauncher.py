@@ -30,7 +30,7 @@ def run_tmlauncher() -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Start a run as tmlauncher does; return the run's exit status, or 2 if a setting is wrong."""
+    """Start a run as tmlauncher does.  Return the run's exit status, or 2 if a setting is wrong."""
     open_standard_streams()
     options = parse_options(arguments)
     config = options.pop("config", None)
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
 
 
 def parse_options(arguments: list[str]) -> dict[str, str]:
-    """Parse the command line; return the values of the options that are given, by keys of session files."""
+    """Parse the command line.  Return the values of the options that are given, by keys of session files."""
     parser = argparse.ArgumentParser(
         prog="tmlauncher",
         description="Run a session file of Theano-MPI. Settings in the file override these options.",

@@ -29,7 +29,7 @@ def choose_placement(devices: Any, hosts: Any, n_ranks: int | None) -> tuple[tup
 
 
 def parse_devices(devices: Any) -> list[str]:
-    """Return the names of devices in a setting, a list or a text with commas; raise SettingsError for other values."""
+    """Return the names of devices in a setting, a list or a text with commas.  Raise SettingsError for other values."""
     if isinstance(devices, str):
         devices = devices.split(",")
     if not isinstance(devices, list | tuple) or not all(isinstance(name, str) for name in devices):
@@ -77,7 +77,7 @@ def _choose_devices(devices: Any, n_ranks: int | None) -> tuple[str, ...]:
 
 
 def _parse_hosts(hosts: Any, n_ranks: int | None) -> list[Host]:
-    """Return the hosts and their numbers of ranks, None if unset; an empty list for this host alone."""
+    """Return the hosts and their numbers of ranks, None if unset, or an empty list for this host alone."""
     if isinstance(hosts, str) and hosts != "all":
         hosts = [host for host in hosts.split(",") if host.strip()]
     with convert_to_settings_error():

@@ -130,7 +130,7 @@ SETTING_KEYS = ("model", "ranks", *(setting.name for setting in dataclasses.fiel
 
 
 def check_model_options(options: Mapping[str, Any]) -> None:
-    """Check names, types and ranges of options; raise TypeError or ValueError, with the option's name first."""
+    """Check names, types and ranges of options.  Raise TypeError or ValueError, with the option's name first."""
     for name in options:
         if name not in MODEL_OPTIONS:
             similar = format_similar(name, MODEL_OPTIONS)

@@ -74,7 +74,7 @@ def parse_set_option(text: str) -> dict[str, Any]:
 
 
 def _parse_value(text: str) -> Any:
-    """Parse a TOML value; return any other text unchanged."""
+    """Parse a TOML value.  Return any other text unchanged."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

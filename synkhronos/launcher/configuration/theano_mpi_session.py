@@ -97,7 +97,7 @@ def parse_session(text: str) -> dict[str, str | list[str]]:
 
 
 def to_settings(assignments: Mapping[str, str | list[str]]) -> dict[str, Any]:
-    """Convert assignments to settings; raise ValueError if a key is unknown, or its value is wrong."""
+    """Convert assignments to settings.  Raise ValueError if a key is unknown, or its value is wrong."""
     values = {_normalize_key(key): (key, value) for key, value in assignments.items() if value}
     settings: dict[str, Any] = {}
     exchange: list[dict[str, Any]] = []

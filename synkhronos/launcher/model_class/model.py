@@ -177,7 +177,7 @@ class Model:
         return build_local_updates(rule_updates)
 
     def set_options(self, options: Mapping[str, Any]) -> None:
-        """Set options of the step, before `compile_iter_fns`; raise TypeError or ValueError for a wrong one."""
+        """Set options of the step, before `compile_iter_fns`.  Raise TypeError or ValueError for a wrong one."""
         check_model_options(options)
         kinds = type(self).__mro__
         for name in {*vars(self), *(name for kind in kinds[: kinds.index(Model)] for name in vars(kind))}:
@@ -262,7 +262,7 @@ class Model:
                 raise ModelInterfaceError(f"{name}.build(): inputs lacks {describe(leaf)}, which the loss depends on")
 
     def _compile_update(self, library: Any) -> dict[Any, Any]:
-        """Compile the update of the parameters from the gradient's vector; return the updates of the gradient."""
+        """Compile the update of the parameters from the gradient's vector.  Return the updates of the gradient."""
         training = TrainingGraph(
             loss=self.loss,
             params=self.trainable_params,
@@ -287,7 +287,7 @@ class Model:
         return {vector: vector + gradient if self.num_slices > 1 else gradient}
 
     def _shard_updates(self, library: Any, rule_updates: RuleUpdates) -> tuple[RuleUpdates, Any]:
-        """Shard updates over the ranks; return the updates of this rank, and its row of the gradient's matrix.
+        """Shard updates over the ranks.  Return the updates of this rank, and its row of the gradient's matrix.
 
         The updates replace the reduced gradient in the row by new parameters.  `_gather_fn` copies the parameters from
         the matrix of all ranks' rows.
@@ -353,7 +353,7 @@ class Model:
         recorder.train_error(count, *values[:n_costs], **weight)
 
     def apply_gradients(self) -> bool:
-        """Update the parameters from the reduced gradient; do nothing if the step has a single part.
+        """Update the parameters from the reduced gradient.  Do nothing if the step has a single part.
 
         Return `has_new_shards`: whether the ranks have to gather `vels2` into `vels`, and then call this method again.
         """

@@ -73,7 +73,7 @@ def compile_model(model: Any, settings: Settings, exchange_rule: ExchangeRule, s
 def _choose_exchanged_quantity(
     model: Any, settings: Settings, exchange_rule: ExchangeRule, size: int
 ) -> ExchangedQuantity | None:
-    """Return the quantity to exchange after each step under BSP; None if ranks do not exchange after each step.
+    """Return the quantity to exchange after each step under BSP, or None if ranks do not exchange after each step.
 
     The option ``average`` of BSP decides.  By default ranks exchange parameters if the class is a `Model` whose
     step has no options, and gradients for any other class.

@@ -141,7 +141,7 @@ def call_optional(model: Any, name: str, *arguments: Any, **keywords: Any) -> An
 
 
 def get_n_epochs(model: Any, settings: Settings) -> int:
-    """Return the number of epochs in the settings, or else of the model; raise ModelInterfaceError if both lack it."""
+    """Return the number of epochs in the settings, or else of the model.  Raise ModelInterfaceError if both lack it."""
     epochs = settings.epochs if settings.epochs is not None else getattr(model, "n_epochs", None)
     if not is_count(epochs, 1):
         raise ModelInterfaceError(

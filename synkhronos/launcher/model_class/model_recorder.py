@@ -71,7 +71,7 @@ class ModelRecorder:
         self._clock_start = time.perf_counter()
 
     def end(self, mode: str) -> None:
-        """Add the time since `start` to an activity; raise RuntimeError if `start` was not called.
+        """Add the time since `start` to an activity.  Raise RuntimeError if `start` was not called.
 
         ``mode`` is Theano-MPI's ``calc``, ``comm``, ``sync``, ``wait`` (for data) or ``load``, or any other name.
         """
@@ -109,7 +109,7 @@ class ModelRecorder:
                 self._validation_sums[name] = self._validation_sums.get(name, 0.0) + rows * _to_float(value)
 
     def get_latest_val_info(self) -> list[Any] | None:
-        """Return ``[count, cost, error, top5]`` of the last validation over all ranks; None before the first one."""
+        """Return ``[count, cost, error, top5]`` of the last validation over all ranks, or None before the first one."""
         return self._latest_validation
 
     def plot_init(self, name: str, fig_specs: Any = None, save: bool = False) -> None:
@@ -192,7 +192,7 @@ class ModelRecorder:
         self.clear_train_info()
 
     def get_last_weight(self) -> float:
-        """Return the weight of the last cost; 0 if there was none since the last line."""
+        """Return the weight of the last cost, or 0 if there was none since the last line."""
         return _to_float(self._last_weight)
 
     def take_validation_sums(self) -> tuple[float, dict[str, float]]:

@@ -50,7 +50,7 @@ class SanityCheck:
         self._has_changed = self._is_compared = False
 
     def record_step(self) -> bool:
-        """Record a step before the exchange makes ranks equal; return True if ranks should be compared now."""
+        """Record a step before the exchange makes ranks equal.  Return True if ranks should be compared now."""
         self._n_steps += 1
         if len(self._step_hashes) < _N_COMPARED_STEPS:
             self._step_hashes.append(hash_step(self._step_values))
@@ -98,7 +98,7 @@ def find_ranks_with_equal_steps(step_hashes_by_rank: Sequence[list[str] | None])
 
 
 def hash_step(step_values: FlatVariables) -> str:
-    """Return a hash of the values that a step has computed; "" if some are NaN or infinite."""
+    """Return a hash of the values that a step has computed, or "" if some are NaN or infinite."""
     return hash_values(step_values) if np.isfinite(step_values.to_numpy()).all() else ""
 
 

@@ -89,7 +89,7 @@ def _log_death(folder: str, error: BaseException, is_failed_start: bool) -> None
 
 
 def _train(settings: Settings, arguments: MasterArguments) -> int:
-    """Train; return `COMPLETE_EXIT_CODE`, or 128 plus the number of the signal at which a checkpoint was written."""
+    """Train.  Return `COMPLETE_EXIT_CODE`, or 128 plus the number of the signal at which a checkpoint was written."""
     import_theano_before_fork(settings.on_gpu)
     np.random.seed(settings.seed)
     random.seed(settings.seed)

@@ -70,7 +70,7 @@ class ModelBatchLoop(BatchLoop):
             batch += 1
 
     def step(self, batch_step: BatchStep) -> int:
-        """Call ``train_iter`` once; return the number of steps: asynchronous rules count only the last of a batch."""
+        """Call ``train_iter`` once.  Return the number of steps: asynchronous rules count only the last of a batch."""
         self.is_last_step = batch_step.is_last
         recorder = self.recorder
         self.context.report_progress()

@@ -83,7 +83,7 @@ class ModelEpochLoop(ReportLoop):
         return self.state.early_stopping
 
     def train_all_epochs(self) -> bool:
-        """Train all epochs and write the parameters; return False if a signal stops training."""
+        """Train all epochs and write the parameters.  Return False if a signal stops training."""
         is_master, n_before = self.context.number == 0, self.n_reports
         if is_master and self.memory_checkpoints:
             for death in DeathLog(self.state.folder).record_recovery(self.recorder.meter.total_steps):
@@ -132,7 +132,7 @@ class ModelEpochLoop(ReportLoop):
             sys.stdout.write(f"warm-up: shared_lr is {float(shared_lr.get_value()):.4g} from epoch {epoch + 1} on\n")
 
     def observe(self, report: Report) -> bool:
-        """Compare a report with the best one, if ``keep_best`` or ``patience`` is set; return True if it is better."""
+        """Compare a report with the best one, if ``keep_best`` or ``patience`` is set.  Return True if it is better."""
         if self.settings.patience is None and self.settings.keep_best is None:
             return False
         metrics = report.metrics
@@ -147,7 +147,7 @@ class ModelEpochLoop(ReportLoop):
         return super().observe(report)
 
     def train(self) -> bool:
-        """Train to the end of the epoch; return False if a signal stops a rank."""
+        """Train to the end of the epoch.  Return False if a signal stops a rank."""
         epoch, is_resumed = self.n_reports, self.state.position["batch"] > 0
         self.state.restore_own_params()
         self.model.epoch = epoch
@@ -231,7 +231,7 @@ class ModelEpochLoop(ReportLoop):
         return True
 
     def save_at_signal(self) -> None:
-        """Write a checkpoint within the epoch; raise FloatingPointError if the loss is not finite."""
+        """Write a checkpoint within the epoch.  Raise FloatingPointError if the loss is not finite."""
         self.make_report()
         self.state.save(None)
 

@@ -95,7 +95,7 @@ def prepare_rank(
 
 
 def build_model(context: RankContext, settings: Settings, exchange_rule: ExchangeRule) -> tuple[int, str]:
-    """Make, check and compile this rank's instance; return the size and dtype of the vector that ranks exchange."""
+    """Make, check and compile this rank's instance.  Return the size and dtype of the vector that ranks exchange."""
     model_class = import_model_class(settings.pythonpath, settings.modelfile, settings.modelclass)
     register_loaded_libraries()  # must precede the class's functions, which all ranks compile at once
     check_interface(model_class, settings.modelclass)
@@ -144,7 +144,7 @@ def train_model(
     arguments: MasterArguments,
     stop_flag: LocalRows,
 ) -> bool:
-    """Train the instance from `build_model`, and call its ``cleanup``; return False if a signal stopped it."""
+    """Train the instance from `build_model`, and call its ``cleanup``.  Return False if a signal stopped it."""
     prepared = PreparedRank.from_context(context)
     model, variables = prepared.model, prepared.variables
     assert variables is not None

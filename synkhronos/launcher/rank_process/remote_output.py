@@ -37,7 +37,7 @@ for line in sys.stdin.buffer:
 
 
 def start_output_forwarder(rank: int) -> RemoteRecorder:
-    """Forward this process's output to the supervisor; return a recorder that writes to the same pipe."""
+    """Forward this process's output to the supervisor.  Return a recorder that writes to the same pipe."""
     stdout_fd = os.dup(1)
     command = [sys.executable, "-ISc", _FORWARDER_CODE, f"{FILE_NAME_MARK}rank-{rank}.log{FILE_NAME_MARK}"]
     reading, writing = os.pipe()
@@ -56,7 +56,7 @@ class RemoteRecorder:
         self._stdout_fd, self._forwarder = stdout_fd, forwarder
 
     def write_rank_record(self, rank: int, record: Mapping[str, Any]) -> None:
-        """Send a record to the supervisor; raise RuntimeError if the forwarder has exited, and would lose output."""
+        """Send a record to the supervisor.  Raise RuntimeError if the forwarder has exited, and would lose output."""
         if self._forwarder.poll() is not None:
             raise RuntimeError(
                 f"the process that passes on rank {rank}'s output {describe_exit(self._forwarder.returncode)}"

@@ -76,7 +76,7 @@ class LineSplitter:
         self._length = 0
 
     def feed(self, data: bytes) -> bool:
-        """Write the complete lines, and at the end of the pipe the rest; return False at the end."""
+        """Write the complete lines, and at the end of the pipe the rest.  Return False at the end."""
         first, *further = self._decoder.decode(data, not data).split("\n")
         self._pieces.append(first)
         self._length += len(first)

@@ -33,7 +33,7 @@ _PACKAGES = ("synkhronos", "numpy", "pytensor", "Theano", "jax", "Lasagne", "saf
 
 
 def create_and_lock_run_folder(settings: Settings, command: list[str]) -> IO[str]:
-    """Make and lock a run's folder, and write settings and versions; return the open file that holds the lock."""
+    """Make and lock a run's folder, and write settings and versions.  Return the open file that holds the lock."""
     folder = Path(settings.folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -121,7 +121,7 @@ class DeathLog:
         self._write([*self.read(), {**entry, "time": time.time()}])
 
     def record_recovery(self, step: int) -> list[dict[str, Any]]:
-        """Record, for the last deaths, the step from which the training continues, and the time lost; return them."""
+        """Record, for the last deaths, the step from which the training continues, and the time lost.  Return them."""
         deaths = self.read()
         recovered = [death for death in deaths if "step" not in death]
         for death in recovered:

@@ -180,7 +180,7 @@ class Supervisor:
     # -- signals ---------------------------------------------------------------------------------------------
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
-        """Send the first signal to the ranks; kill them at the second.
+        """Send the first signal to the ranks.  Kill them at the second.
 
         A signal within `DUPLICATE_SIGNAL_SECONDS` after the first is taken for a copy of the first.  A scheduler may
         send the signal to all processes of a job, and a script that waits for this process may forward it.
@@ -208,7 +208,7 @@ class Supervisor:
             os.write(2, message.encode())
 
     def _enforce_deadline(self) -> bool:
-        """Kill the ranks if their deadline has passed; return True if it has."""
+        """Kill the ranks if their deadline has passed.  Return True if it has."""
         if self.parent_pid is not None and os.getppid() != self.parent_pid and not self.signal_number:
             self._handle_signal(signal.SIGTERM, None)
         if time.monotonic() <= self._deadline:
@@ -261,7 +261,7 @@ class Supervisor:
         return {(path, path.stat().st_mtime_ns) for path in list_checkpoints(self.folder / "checkpoints")}
 
     def _prepare_recovery(self) -> bool:
-        """Prepare a start from a memory checkpoint after a death; return False without a death, or after too many."""
+        """Prepare a start from a memory checkpoint after a death.  Return False without a death, or after too many."""
         if self._memory_checkpoints is None:
             return False
         deaths = self._deaths.read()
@@ -292,7 +292,7 @@ class Supervisor:
         return True
 
     def _remove_device(self, rank: int) -> bool:
-        """Remove the device of a rank that can't start from the settings; return False if the run can't continue."""
+        """Remove the device of a rank that can't start from the settings.  Return False if the run can't continue."""
         settings = self.settings
         devices = tuple(device for r, device in enumerate(settings.devices) if r != rank)
         cause = f"rank {rank} can't start on {settings.devices[rank]}"
@@ -305,7 +305,7 @@ class Supervisor:
         return True
 
     def _remove_ranks_of_hosts(self, deaths: list[dict[str, Any]]) -> bool:
-        """Remove the ranks of a lost host, or those without GPUs; return False if the run can't continue."""
+        """Remove the ranks of a lost host, or those without GPUs.  Return False if the run can't continue."""
         settings, n_left = self.settings, deaths[-1].get("ranks_left", 0)
         names = [host.partition(":")[0] for host in settings.hosts]
         lost_names = [death["host"] for death in deaths if "step" not in death and death["host"] in names[1:]]
@@ -369,7 +369,7 @@ class Supervisor:
     # -- the end ---------------------------------------------------------------------------------------------
 
     def _report_master_exit(self, code: int) -> dict[str, Any]:
-        """Report the master's return code and a failure's cause; return status and signal for ``run.json``."""
+        """Report the master's return code and a failure's cause.  Return status and signal for ``run.json``."""
         assert self._master is not None
         is_complete = code == COMPLETE_EXIT_CODE
         failed_status = 128 - code if code < 0 else code or 1
