@@ -62,7 +62,7 @@ class Downpour(CentreRule):
         super().setup(context, state)
 
     def exchange(self, context: RankContext, state: ExchangeState) -> int | None:
-        """Push, fetch, or both; return the number of earlier pushes, or None without a push or if synchronous."""
+        """Push, fetch, or both.  Return the number of earlier pushes, or None without a push or if synchronous."""
         if not self.asynchronous:
             steps = state.vector - state.own["base"]
             state.own["base"] = state.own["base"] + reduce_with_weighted_averages(
@@ -74,7 +74,7 @@ class Downpour(CentreRule):
         return self._push_and_fetch(context, state, is_push, is_fetch) if is_push or is_fetch else None
 
     def _push_and_fetch(self, context: RankContext, state: ExchangeState, is_push: bool, is_fetch: bool) -> int | None:
-        """Push, fetch, or both, under the lock; return the number of earlier pushes, or None without a push."""
+        """Push, fetch, or both, under the lock.  Return the number of earlier pushes, or None without a push."""
         rows, own = state.shared_rows, state.own
 
         def push_and_fetch(

@@ -83,7 +83,7 @@ class EASGD(CentreRule):
         super().setup(context, state)
 
     def exchange(self, context: RankContext, state: ExchangeState) -> int | None:
-        """Exchange with the centre; return the number of earlier exchanges, or None if synchronous."""
+        """Exchange with the centre.  Return the number of earlier exchanges, or None if synchronous."""
         alpha = self.beta / context.size if self.alpha is None else self.alpha
         if not self.asynchronous:
             distance = alpha * (self._get_exchanged_vector(state) - state.own["centre"])
@@ -175,7 +175,7 @@ def read_centre(context: RankContext, state: ExchangeState) -> Any:
 
 
 def move_together(x: Array, centre: Array, alpha: float) -> tuple[Array, Array]:
-    """Move a vector and the centre towards each other, in place if possible; return both."""
+    """Move a vector and the centre towards each other, in place if possible.  Return both."""
     distance = x - centre
     distance *= alpha
     x -= distance

@@ -58,7 +58,7 @@ class GoSGD(ExchangeRule):
         state.own["weight"] = 1 / context.size
 
     def exchange(self, context: RankContext, state: ExchangeState) -> int | None:
-        """Receive, then send at random; return the number of the rank that receives the message, or None."""
+        """Receive, then send at random.  Return the number of the rank that receives the message, or None."""
         self._receive(context, state)
         random = np.random.default_rng((self.seed, context.number, state.step))
         if context.size == 1 or random.random() >= self.probability:

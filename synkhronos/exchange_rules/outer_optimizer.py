@@ -29,7 +29,7 @@ class _OuterOptimizerRule(ExchangeRule):
     def _take_outer_step(
         self, anchor: Array, gradient: Array, velocity: Array, learning_rate: float
     ) -> tuple[Array, Array]:
-        """Take a step along the outer gradient; return the new velocity and the new anchor."""
+        """Take a step along the outer gradient.  Return the new velocity and the new anchor."""
         raise NotImplementedError
 
     def compute_consensus(self, context: RankContext, state: ExchangeState) -> Array:

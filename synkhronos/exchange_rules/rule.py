@@ -219,7 +219,7 @@ def all_reduce_mean(context: RankContext, vector: Array, precision: str | None) 
 
 
 def round_to_bfloat16(vector: np.ndarray) -> np.ndarray:
-    """Round finite numbers to bfloat16, to nearest with ties to even; return them as float32."""
+    """Round finite numbers to bfloat16, to nearest with ties to even.  Return them as float32."""
     bits = np.ascontiguousarray(vector, np.float32).view(np.uint32)
     rounded = (bits + (((bits >> 16) & 1) + 0x7FFF).astype(np.uint32)) & np.uint32(0xFFFF0000)
     return rounded.view(np.float32)

@@ -61,7 +61,7 @@ class FlatVariables:
         return find_device(vector).to_numpy(vector)
 
     def set(self, vector: Array) -> None:
-        """Set the variables from a vector of shape ``(size,)``; raise ValueError for another shape."""
+        """Set the variables from a vector of shape ``(size,)``.  Raise ValueError for another shape."""
         if tuple(vector.shape) != (self.size,):
             raise ValueError(f"expected a vector of {self.size} elements, got shape {tuple(vector.shape)}")
         values = self._borrow_values()
@@ -86,7 +86,7 @@ class FlatVariables:
                 library.store_value(shared, device.from_numpy(piece.astype(value.dtype)))
 
     def get_writable_views(self) -> list[np.ndarray] | None:
-        """Return flat, writable views of the variables' memory; None if one has another dtype or no such memory."""
+        """Return flat, writable views of the variables' memory, or None if one has another dtype or no such memory."""
         views = []
         for value, dtype in zip(self._borrow_values(), self._dtypes, strict=True):
             if not isinstance(value, np.ndarray) or not value.flags.c_contiguous or not value.flags.writeable:

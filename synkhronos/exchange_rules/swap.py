@@ -47,7 +47,7 @@ class Swap(ExchangeRule):
         return {"all": ((n_ranks, size), dtype)}
 
     def exchange(self, context: RankContext, state: ExchangeState) -> int:
-        """Swap parameters; return the number of the rank whose parameters this rank gets."""
+        """Swap parameters.  Return the number of the rank whose parameters this rank gets."""
         source = self._choose_sources(context.size, state.step)[context.number]
         vectors = state.shared["all"]
         vectors[context.number] = state.params.to_numpy()
