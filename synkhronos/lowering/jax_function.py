@@ -131,7 +131,7 @@ def _convert_graph(graph: FunctionGraph) -> Callable[..., Any]:
 
 
 def _cast(value: Any, dtype: str | None) -> Any:
-    """Cast an array to a dtype; return any other value unchanged."""
+    """Cast an array to a dtype.  Return any other value unchanged."""
     if dtype is None or not hasattr(value, "astype") or value.dtype == dtype:
         return value
     return value.astype(dtype)

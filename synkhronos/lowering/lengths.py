@@ -350,7 +350,7 @@ def split_indexing(op: Op, inputs: Sequence[Any]) -> tuple[Sequence[Any], tuple[
 
 
 def _to_python_number(value: Any) -> Any:
-    """Convert a scalar to a Python number, whose arithmetic is faster; return an array or None unchanged."""
+    """Convert a scalar to a Python number, whose arithmetic is faster.  Return an array or None unchanged."""
     return np.asarray(value).item() if np.ndim(value) == 0 and value is not None else value
 
 

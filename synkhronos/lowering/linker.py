@@ -94,6 +94,6 @@ def _to_graph_dtype(value: Any, dtype: str | None) -> Any:
 
 
 def with_static_length_linker(mode: Mode) -> Any:
-    """Return a mode with `StaticLengthLinker` in place of PyTensor's JAX linker; return any other mode unchanged."""
+    """Return a mode with `StaticLengthLinker` in place of PyTensor's JAX linker.  Return any other mode unchanged."""
     resolved = get_mode(mode)
     return Mode(StaticLengthLinker(), resolved.provided_optimizer) if type(resolved.linker) is JAXLinker else mode

@@ -24,7 +24,7 @@ Polynomial = Counter[tuple[Any, ...]]
 
 
 def find_constant_extent(index: slice, polynomials: Mapping[Any, Polynomial]) -> int | None:
-    """Return stop minus start of a slice, at least 0, if it is a constant; None otherwise.
+    """Return stop minus start of a slice, at least 0, if it is a constant, or None otherwise.
 
     It is the length of the slice, or an upper bound where the array ends before ``stop``.  The bounds are variables,
     whose polynomials may be known, or None.

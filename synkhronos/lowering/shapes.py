@@ -485,7 +485,7 @@ def _has_known_bounds(index: slice) -> bool:
 
 
 def _require_constant_length(index: slice, polynomials: Mapping[Any, Polynomial]) -> int:
-    """Return the constant length of a slice of variables; raise NotImplementedError if it is not constant."""
+    """Return the constant length of a slice of variables.  Raise NotImplementedError if it is not constant."""
     length = find_constant_extent(index, polynomials)
     if length is not None:
         return length
