@@ -129,7 +129,7 @@ class NumpyOutputLinker(linker.StaticLengthLinker):
 
 
 def with_numpy_output_linker(mode: Any) -> Any:
-    """Return JAX mode with `NumpyOutputLinker` as its linker; return any other mode unchanged."""
+    """Return JAX mode with `NumpyOutputLinker` as its linker.  Return any other mode unchanged."""
     resolved_mode = get_mode(mode)
     is_jax = type(resolved_mode.linker) in (JAXLinker, linker.StaticLengthLinker)
     return Mode(NumpyOutputLinker(), resolved_mode.provided_optimizer) if is_jax else mode

@@ -49,7 +49,7 @@ class HookFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec that the hook returns; None for modules of other finders."""
+        """Return the spec that the hook returns, or None for modules of other finders."""
         return self.hook(fullname, path)
 
 
@@ -131,7 +131,7 @@ def _add_missing_name_errors(module: ModuleType) -> None:
 
 
 def find_theanompi(fullname: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
-    """Return the spec of ``theanompi``; raise ModuleNotFoundError for modules below it that the user's copy lacks."""
+    """Return the spec of ``theanompi``.  Raise ModuleNotFoundError for modules below it that the user's copy lacks."""
     if fullname == "theanompi":
         return importlib.util.spec_from_file_location(fullname, _FOLDER.parent / "theanompi" / "__init__.py")
     if fullname.startswith("theanompi.") and importlib.machinery.PathFinder.find_spec(fullname, path) is None:

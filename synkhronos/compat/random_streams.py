@@ -202,7 +202,7 @@ class RandomStreams:
 
 
 def _to_size(size: Any) -> Any:
-    """Convert the size of a draw, an integer or a sequence, to a tuple; return a shape variable or None unchanged."""
+    """Convert the size of a draw, an integer or a sequence, to a tuple.  Return a shape variable or None unchanged."""
     if isinstance(size, int | np.integer):
         return (int(size),)
     return tuple(size) if isinstance(size, list | tuple) else size

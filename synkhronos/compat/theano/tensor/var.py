@@ -37,7 +37,7 @@ class TensorVariable(metaclass=_SymbolicOnly):
 
 
 def _is_true(self: Any) -> bool:
-    """Return True; raise TypeError for comparisons, since Python evaluates ``a < b < c`` as ``a < b and b < c``."""
+    """Return True.  Raise TypeError for comparisons, since Python evaluates ``a < b < c`` as ``a < b and b < c``."""
     op = getattr(self.owner, "op", None)
     if isinstance(getattr(op, "scalar_op", None), LT | LE | GT | GE):
         raise TypeError(

@@ -57,7 +57,7 @@ class _ParameterLayout:
 
 
 def _as_epsilon(value: float, dtype: str) -> Any:
-    """Return epsilon as an array of a dtype; raise ValueError if it is too small."""
+    """Return epsilon as an array of a dtype.  Raise ValueError if it is too small."""
     rounded = np.asarray(value, pytensor.config.floatX)
     if rounded < 1e-5:
         raise ValueError(f"epsilon must be at least 1e-5, got {rounded}")
