@@ -69,11 +69,11 @@ def prepare_replicas(
     keys: Sequence[Any],
     uses_device_communicator: bool = False,
     op: str | None = None,
-    has_compared_digests: bool = False,
+    digests_differ: bool = False,
 ) -> list[VariableReplica]:
     """Return this rank's replicas of replicated variables; see `prepare_replicas_of_variables`."""
     return prepare_replicas_of_variables(
-        rank, [rank.get_object(key) for key in keys], uses_device_communicator, op, has_compared_digests
+        rank, [rank.get_object(key) for key in keys], uses_device_communicator, op, digests_differ
     )
 
 
@@ -82,19 +82,19 @@ def prepare_replicas_of_variables(
     shared_vars: Sequence[Any],
     uses_device_communicator: bool = False,
     op: str | None = None,
-    has_compared_digests: bool = False,
+    digests_differ: bool = False,
 ) -> list[VariableReplica]:
     """Return this rank's replicas of variables, with the layouts of all ranks' replicas; a collective operation.
 
     With ``uses_device_communicator`` (``nccl`` of the public functions), the ranks are connected if their devices
-    transfer arrays directly, and reduce them by ``op``.  With ``has_compared_digests``, all ranks
-    have just compared digests, and found different ones.  The cached gather would compare first, so it is not used.
+    transfer arrays directly, and reduce them by ``op``.  ``digests_differ`` means that all ranks have just compared
+    digests that differ.  The cached gather would compare digests again, so it is not used.
     """
     replicas = [VariableReplica(rank, shared) for shared in shared_vars]
     own_layouts = tuple([(r.value.shape, r.value.dtype, get_array_device(r.value).name) for r in replicas])
     device = get_rank_device(rank)
     communicator = device.get_communicator(rank)
-    all_gather = rank.all_gather if has_compared_digests else rank.all_gather_cached
+    all_gather = rank.all_gather if digests_differ else rank.all_gather_cached
     by_rank, generations = zip(*all_gather((own_layouts, communicator.generation)), strict=True)
     cache = rank.registry.get_or_create(_TransferCache)
     key = by_rank, uses_device_communicator, op
@@ -362,27 +362,25 @@ class AllReduceValues(Command):
         """Check that shapes are equal, then reduce."""
         if rank.size == 1:
             return
-        plan, has_compared_digests = rank.registry.get_or_create(_AllReducePlans).get(self), False
+        plan, digests_differ = rank.registry.get_or_create(_AllReducePlans).get(self), False
         if plan is not None and plan.starts_early and plan.is_valid(rank):
             if plan.start_all_reduce(rank, self.op):
                 return
-            has_compared_digests = True
-        self.agree_on_plan(rank, has_compared_digests).all_reduce(rank, self.op)
+            digests_differ = True
+        self.agree_on_plan(rank, digests_differ).all_reduce(rank, self.op)
 
-    def agree_on_plan(self, rank: Rank, has_compared_digests: bool = False) -> AllReducePlan:
+    def agree_on_plan(self, rank: Rank, digests_differ: bool = False) -> AllReducePlan:
         """Return the plan, which all ranks make anew if their plans differ; a collective operation.
 
-        With ``has_compared_digests``, this rank has just compared digests, and found different ones.
+        ``digests_differ`` means that all ranks have just compared digests that differ.
         """
         plans = rank.registry.get_or_create(_AllReducePlans)
         last = plans.get(self)
-        if not has_compared_digests and last is not None and last.is_valid(rank):
+        if not digests_differ and last is not None and last.is_valid(rank):
             if rank.compare_digests(last.digest):
                 return last
-            has_compared_digests = True
-        replicas = prepare_replicas(
-            rank, self.variable_keys, self.uses_device_communicator, self.op, has_compared_digests
-        )
+            digests_differ = True
+        replicas = prepare_replicas(rank, self.variable_keys, self.uses_device_communicator, self.op, digests_differ)
         for replica in replicas:
             replica.check_equal_shapes("all_reduce")
         plan = plans[self] = AllReducePlan.from_replicas(rank, self.variable_keys, replicas)

@@ -45,8 +45,9 @@ class XlaEngine(LazyEngine):
     ) -> Runner | None:
         """Fuse executables and NCCL's collectives into one launch.  Return None if that is impossible.
 
-        The result may differ between ranks: a fused training step has the same collectives as an unfused one, unless
-        the optimizer is sharded, or the ranks have fused the last step.
+        Ranks may decide differently, since a fused training step has the same collectives as an unfused one.  The step
+        commands compare the ranks' decisions for several steps and for a sharded optimizer, and raise RuntimeError if a
+        step without a comparison of plans can't be fused.
         """
         executables = [runner for runner in updates if isinstance(runner, Executable)]
         assert isinstance(gradient, Executable) and len(executables) == len(updates)

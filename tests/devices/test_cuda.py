@@ -586,7 +586,7 @@ def test_late_connection_is_discarded(connected, monkeypatch):
     errors = []
     gpu.allocate_scratch = lambda nbytes: 64
     communicator._connection.members = (0, 1)
-    communicator._connection._init_nccl(communicator._connection._attempt, b"id", errors)
+    communicator._connection._init_and_warm_up(communicator._connection._attempt, b"id", errors)
     assert (errors, late.aborted, communicator._connection._comm) == ([], 1, None)
 
 

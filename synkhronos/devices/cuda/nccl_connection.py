@@ -9,11 +9,13 @@ States of a `NcclConnection` on one rank::
       └─────────────────┴───────────────────────┴──────────────────────────┘
          abort, by any thread: this rank or a peer has failed or exited; timeout; the watchdog; end
 
-The id is exchanged at a barrier of the command (in groups: by messages), so a rank that fails or exits before it ends
-the attempt for all.  NCCL's init can't be interrupted, and returns only if all ranks call it.  It therefore runs
-in a thread, while the main thread checks the peers, and abandons the thread if one of them fails.  If an abandoned init
-returns later, its thread aborts the communicator.  A rank whose init has returned before it notices a failure may have
-a generation that others lack, so each collective starts with a comparison of generations.
+The id is exchanged at a barrier of the command (in groups: by messages).  If a rank fails or exits before the exchange,
+the attempt fails on all ranks.  NCCL's init can't be interrupted, and returns only if all ranks call it.  It therefore
+runs in a thread.  Meanwhile the main thread checks the peers, and abandons the thread if one of them fails.  If an
+abandoned init returns later, its thread aborts the communicator.
+
+Some ranks may connect, and others notice a failure first.  Then the ranks' generations differ, so each collective
+starts with a comparison of generations.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ class NcclConnection:
         1 while the connection is valid, else 0.  The GPU copies it after a reduction within a launch.
     communicator_number : int
         Number of the communicator, unique in this process.
-    is_recordable : bool
+    may_be_recorded : bool
         Whether CUDA graphs may contain operations of the communicator.
     """
 
@@ -74,10 +76,10 @@ class NcclConnection:
         self.valid_flag = valid_flag
         self.members: tuple[int, ...] = ()
         self.launch_state = LaunchState(valid_flag=valid_flag.ctypes.data)
-        self.communicator_number, self.is_recordable = 0, False
+        self.communicator_number, self.may_be_recorded = 0, False
         self._rank, self._staging, self._stream = rank, staging, stream
-        self._comm: Any = None
-        self._handle: Any = None
+        self._comm: Any = None  # a `nccl.core.Communicator`
+        self._handle: Any = None  # its handle, for the bindings' functions
         #: Number of the current attempt to connect; the result of an earlier one is discarded.
         self._attempt = 0
         self._comm_lock = threading.Lock()
@@ -96,7 +98,7 @@ class NcclConnection:
             try:
                 own_id = bytes(get_unique_id()) if self._rank.number == members[0] else b""
                 unique_id, first_interface = all_gather((own_id, log.find_interface()))[0]
-                failure = self._run_init(unique_id)
+                failure = self._connect_in_thread(unique_id)
                 if failure is not None:
                     interfaces = _describe_interfaces(log.find_interface(), first_interface, members[0])
                     raise RuntimeError(
@@ -107,14 +109,14 @@ class NcclConnection:
                 raise
         self.generation = generation
 
-    def _run_init(self, unique_id: bytes) -> str | None:
-        """Run NCCL's init in a thread.  Return the reason of a failure, or None.
+    def _connect_in_thread(self, unique_id: bytes) -> str | None:
+        """Connect in a thread.  Return the reason of a failure, or None.
 
         If a peer fails, the thread is abandoned.  A non-blocking communicator would be interruptible, but starts a
         thread for each collective.
         """
         errors: list[BaseException] = []
-        thread = threading.Thread(target=self._init_nccl, args=(self._attempt, unique_id, errors), daemon=True)
+        thread = threading.Thread(target=self._init_and_warm_up, args=(self._attempt, unique_id, errors), daemon=True)
         deadline = perf_counter() + CONNECT_TIMEOUT_SECONDS
         thread.start()
         while thread.is_alive():
@@ -124,8 +126,8 @@ class NcclConnection:
                 return f"it took longer than {CONNECT_TIMEOUT_SECONDS} seconds"
         return f"{type(errors[0]).__name__}: {errors[0]}" if errors else None
 
-    def _init_nccl(self, attempt: int, unique_id: bytes, errors: list[BaseException]) -> None:
-        """Run NCCL's init and a first collective, and append an exception to ``errors``; the target of a thread."""
+    def _init_and_warm_up(self, attempt: int, unique_id: bytes, errors: list[BaseException]) -> None:
+        """Run NCCL's init and each collective once, and append an exception to ``errors``; the target of a thread."""
         from nccl.core import Communicator, UniqueId
 
         nccl, stream = self.nccl, self._stream
@@ -133,23 +135,23 @@ class NcclConnection:
         try:
             self._staging.set_current_gpu()
             comm = Communicator.init(size, nccl_rank, UniqueId.from_bytes(unique_id))
-            handle = comm._comm  # used with the bindings: methods of the class inspect their arrays at each call
-            scratch = self._staging.allocate_scratch(size)
+            handle = comm._comm  # for the bindings' functions: methods of the class inspect their arrays at each call
+            address = self._staging.allocate_scratch(size)
             with self.nccl_lock:
                 if not self._set_current_comm(attempt, comm):
                     comm.abort()
                     return
                 # NCCL sets up transports at the first collective of each kind: here, where a failure is handled.
-                nccl.all_reduce(scratch, scratch, 1, NCCL_UINT8, NCCL_SUM, handle, stream)
-                nccl.broadcast(scratch, scratch, 1, NCCL_UINT8, 0, handle, stream)
-                nccl.reduce(scratch, scratch, 1, NCCL_UINT8, NCCL_SUM, 0, handle, stream)
-                nccl.reduce_scatter(scratch, scratch + nccl_rank, 1, NCCL_UINT8, NCCL_SUM, handle, stream)
-                nccl.all_gather(scratch + nccl_rank, scratch, 1, NCCL_UINT8, handle, stream)
+                nccl.all_reduce(address, address, 1, NCCL_UINT8, NCCL_SUM, handle, stream)
+                nccl.broadcast(address, address, 1, NCCL_UINT8, 0, handle, stream)
+                nccl.reduce(address, address, 1, NCCL_UINT8, NCCL_SUM, 0, handle, stream)
+                nccl.reduce_scatter(address, address + nccl_rank, 1, NCCL_UINT8, NCCL_SUM, handle, stream)
+                nccl.all_gather(address + nccl_rank, address, 1, NCCL_UINT8, handle, stream)
                 nccl.group_start()
                 for peer in range(size):
                     if peer != nccl_rank:
-                        nccl.send(scratch, 1, NCCL_UINT8, peer, handle, stream)
-                        nccl.recv(scratch + peer, 1, NCCL_UINT8, peer, handle, stream)
+                        nccl.send(address, 1, NCCL_UINT8, peer, handle, stream)
+                        nccl.recv(address + peer, 1, NCCL_UINT8, peer, handle, stream)
                 nccl.group_end()
             check_result(self._staging.driver.cuStreamSynchronize(stream))
         except BaseException as error:
@@ -161,7 +163,7 @@ class NcclConnection:
             if attempt != self._attempt:
                 return False
             self._comm, self._handle = comm, comm._comm
-            self.communicator_number, self.is_recordable = next(self._numbers), False
+            self.communicator_number, self.may_be_recorded = next(self._numbers), False
             self.valid_flag[0] = 1
             self.launch_state.comm = int(getattr(comm._comm, "handle", comm._comm))
             return True
@@ -188,7 +190,7 @@ class NcclConnection:
 
     def _abort(self, comm: Any) -> None:
         """Abort a communicator."""
-        if not self.is_recordable:
+        if not self.may_be_recorded:
             comm.abort()
             return
         # NCCL ends the GPU's operations at once, but its call returns only when no CUDA graph contains them any more.

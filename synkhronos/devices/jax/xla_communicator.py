@@ -58,7 +58,7 @@ class XlaCommunicator(NcclCommunicator):
                 setattr(state, name, address)
             state.side_stream, state.event = self._staging.side_stream, int(self._staging.event)
         self._mark_started()
-        connection.is_recordable = connection.is_recordable or is_recordable
+        connection.may_be_recorded = connection.may_be_recorded or is_recordable
         with self._nccl_lock:
             state.reset()
             try:
