@@ -66,9 +66,9 @@ def connect():
     driver = types.SimpleNamespace(
         cuStreamQuery=lambda stream: (0,), CUresult=types.SimpleNamespace(CUDA_ERROR_NOT_READY=600)
     )
-    library = types.SimpleNamespace(stream=7)
+    array_device = types.SimpleNamespace(stream=7)
     staging = types.SimpleNamespace(
-        library=library, driver=driver, side_stream=SIDE, event=EVENT, host_flags=np.zeros(1, np.int32)
+        array_device=array_device, driver=driver, side_stream=SIDE, event=EVENT, host_flags=np.zeros(1, np.int32)
     )
     staging.set_current_gpu = lambda: None
     rank = types.SimpleNamespace(
