@@ -34,7 +34,7 @@ class PygpuDevice(CudaDevice):
     name = "pygpu"
     must_move_shared_values = False
     requirements = {("theano",): "Theano==1.0.5", ("pygpu",): "pygpu"}  # noqa: RUF012 - never modified
-    install_hint = "pip install 'synkhronos[theano-gpu]', and pygpu as docs/theano.rst says"
+    install_hint = "pip install 'synkhronos[theano-gpu]', and pygpu as docs/theano.rst describes"
     graph_library_name = "theano"
 
     def has_unforkable_runtime(self) -> bool:
@@ -78,7 +78,7 @@ class PygpuDevice(CudaDevice):
 
     def accepts_input(self, dtype: np.dtype, ndim: int) -> bool:
         """Whether to copy inputs to the GPU: no labels, indices and complex arrays, which Theano would copy back."""
-        return not (dtype.kind in "biuc" and ndim < 2 or dtype.kind == "c")
+        return not (dtype.kind == "c" or dtype.kind in "biu" and ndim < 2)
 
     # -- arrays ----------------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from synkhronos.ranks import ArrayLocation, Command, RowAccess
 from synkhronos.ranks.child_process import JOB_SIGNALS
 from synkhronos.ranks.command import find_nested_row_accesses
 from synkhronos.ranks.control_memory import MAILBOX_NBYTES, ControlMemory
-from synkhronos.ranks.errors import Death, SessionFailure, StartError, describe_exit
+from synkhronos.ranks.errors import Death, ReconnectError, SessionFailure, describe_exit
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.link import Link
 from synkhronos.ranks.memory_table import Release
@@ -392,13 +392,14 @@ class MpiLink(Link):
             lost_hosts = self._find_unreachable_hosts(hosts)
             if not lost_hosts:  # each host can be reached alone
                 raise
-            raise self._make_start_error([r for name in lost_hosts for r in ranks_left[name]], str(error)) from error
+            lost_ranks = [r for name in lost_hosts for r in ranks_left[name]]
+            raise self._make_reconnect_error(lost_ranks, str(error)) from error
         try:
             if self._uses_gpus:
                 n_gpus = dict(zip(link.host_names, link._n_gpus_by_host, strict=True))
                 lost_ranks = [r for name in n_gpus for r in ranks_left[name][n_gpus[name] :]]
                 if lost_ranks:
-                    raise self._make_start_error(lost_ranks, "its GPU is missing")
+                    raise self._make_reconnect_error(lost_ranks, "its GPU is missing")
             link.assign_ranks(None, self._uses_gpus)
         except BaseException:
             link.kill()
@@ -446,10 +447,10 @@ class MpiLink(Link):
                 unreachable.append(host.name)
         return unreachable
 
-    def _make_start_error(self, lost_ranks: Sequence[int], reason: str) -> StartError:
+    def _make_reconnect_error(self, lost_ranks: Sequence[int], reason: str) -> ReconnectError:
         """Return the error for ranks that can't start.  A start without these ranks may succeed."""
         host = self.get_host_name(lost_ranks[0])
-        return StartError(reason, Death.from_failed_start(lost_ranks[0], host, reason, lost_ranks))
+        return ReconnectError(reason, Death.from_failed_start(lost_ranks[0], host, reason, lost_ranks))
 
     def _forward_output(self, stream: IO[str], name: str) -> None:
         """Forward the hosts' output to a standard stream of this process, and store its last lines for messages."""

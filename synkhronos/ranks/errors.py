@@ -150,7 +150,7 @@ class SessionFailure(NamedTuple):
         return f"{self.description}; the {ended} were ended."
 
 
-class StartError(RuntimeError):
+class ReconnectError(RuntimeError):
     """The hosts of a session can't be connected again; ``death`` names the ranks that can't start."""
 
     def __init__(self, message: str, death: Death):

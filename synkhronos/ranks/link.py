@@ -92,7 +92,7 @@ class Link:
     def reconnect(self, excluded_ranks: Collection[int]) -> Link:
         """Return a link to the same hosts for new workers, after the end of this one, without the excluded ranks.
 
-        StartError is raised if a host can't be reached, or has fewer GPUs than ranks now; OSError or RuntimeError if
-        this host can't start or connect the others.
+        ReconnectError is raised if a host can't be reached, or has fewer GPUs than ranks now; OSError or RuntimeError
+        if this host can't start or connect the others.
         """
         return Link(len(self.local_ranks) - len(excluded_ranks), self.bytes_sent)

@@ -25,7 +25,7 @@ from typing import Any
 from synkhronos.containers import WeakKeyDict
 from synkhronos.ranks.command import Command
 from synkhronos.ranks.command_runner import CommandRunner
-from synkhronos.ranks.errors import Cancelled, Death, SessionFailure, StartError, WorkerError, describe_rank
+from synkhronos.ranks.errors import Cancelled, Death, ReconnectError, SessionFailure, WorkerError, describe_rank
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.link import Link
 from synkhronos.ranks.process_group import GRACE_SECONDS, ProcessGroup
@@ -298,7 +298,7 @@ class Session(CommandRunner):
         if not has_opened:
             reason = f"{type(error).__name__}: {error}"
             death = Death.from_failed_start(self.rank.number, "", reason)
-            if isinstance(error, StartError):
+            if isinstance(error, ReconnectError):
                 death = error.death
             self.failure = SessionFailure(
                 f"{describe_rank(death.rank, death.host)} {death.exit_description}", death.rank, death

@@ -528,7 +528,7 @@ def test_abort_of_started_collectives_is_collective(connected, error, have_all_c
 
 
 def test_failed_command_ends_all_waits(connected, monkeypatch):
-    monkeypatch.setattr("synkhronos.devices.cuda.watchdog.CONNECT_TIMEOUT_SECONDS", 1.0)
+    monkeypatch.setattr("synkhronos.devices.cuda.watchdog.ABORT_TIMEOUT_SECONDS", 1.0)
     communicator, gpu = connected()
     start_all_reduce(communicator, gpu, command=5)
     communicator.wait_until_started()

@@ -248,18 +248,18 @@ class FailNthAllReduce(Command):
         state, left = JAX.get_communicator(rank)._connection.launch_state, [self.count]
         p, i = ctypes.c_void_p, ctypes.c_int
         signature = ctypes.CFUNCTYPE(i, p, p, ctypes.c_size_t, i, i, p, p)
-        address = state.all_reduce
+        address = state.all_reduce_address
         reduce = signature(address)
 
         def fail_nth(*arguments):
             left[0] -= 1
             if left[0]:
                 return reduce(*arguments)
-            state.all_reduce = address
+            state.all_reduce_address = address
             return 3  # ncclInternalError
 
         FAILING_FUNCTIONS.append(signature(fail_nth))
-        state.all_reduce = ctypes.cast(FAILING_FUNCTIONS[-1], p).value
+        state.all_reduce_address = ctypes.cast(FAILING_FUNCTIONS[-1], p).value
 
 
 #: References to C functions, which must live as long as the process.

@@ -33,7 +33,7 @@ from synkhronos.hosts.pipes import FRAME_NBYTES, MAX_FAILURE_NBYTES, N_FRAMES, L
 from synkhronos.hosts.program_agent import ProgramAgent
 from synkhronos.ranks import ArrayLocation, RowAccess
 from synkhronos.ranks.control_memory import ControlMemory
-from synkhronos.ranks.errors import Death, StartError
+from synkhronos.ranks.errors import Death, ReconnectError
 
 pytestmark = pytest.mark.timeout(300)  # programs that compile on all ranks
 #: Hosts of programs.  Most use the last, one after another, as `run` reuses the ranks while the hosts are the same.
@@ -207,7 +207,7 @@ def old_link(monkeypatch):
 def test_link_names_ranks_that_cannot_start_again(old_link, found, excluded_ranks, host, lost_ranks):
     link, now = old_link
     now.update(found)
-    with pytest.raises(StartError) as caught:
+    with pytest.raises(ReconnectError) as caught:
         link.reconnect(excluded_ranks)
     death = caught.value.death
     assert (death.rank, death.host, death.lost_ranks) == (lost_ranks[0], host, lost_ranks)
@@ -223,7 +223,7 @@ def test_own_failure_to_start_an_agent_is_not_blamed_on_the_other_hosts(old_link
         RuntimeError, match="^this host, a, can't start an agent: the hosts could not be reached$"
     ) as error:
         link.reconnect(excluded_ranks)
-    assert not isinstance(error.value, StartError)
+    assert not isinstance(error.value, ReconnectError)
 
 
 def test_rank_left_out_on_another_host_leaves_out_its_gpu(monkeypatch):

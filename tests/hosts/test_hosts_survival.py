@@ -23,6 +23,10 @@ def test_trainer_goes_on_after_deaths_on_two_hosts(name, seed, source):
     assert run(["a:2", "b:2"], "train_through_deaths", name, seed, source) == "right\n"
 
 
+def test_loader_on_several_hosts_needs_bsp():
+    assert run(["a:2", "b:2"], "train_from_loader_by_easgd") == "right\n"
+
+
 @pytest.mark.skipif(not are_simulated(), reason="no namespaces here, so that no host is lost alone")
 @pytest.mark.parametrize(
     ("name", "hosts", "fault", "source"),

@@ -52,11 +52,11 @@ def connect():
     """Return a connected communicator."""
     p, u, n, i = ctypes.c_void_p, ctypes.c_uint, ctypes.c_size_t, ctypes.c_int
     kinds = {
-        "all_reduce": (_all_reduce, p, p, n, i, i, p, p),
-        "copy": (_copy_to_host, p, p, n, p),
-        "fill": (_fill_words, p, u, n, p),
-        "record": (_record_event, p, p),
-        "wait": (_wait_for_event, p, p, u),
+        "all_reduce_address": (_all_reduce, p, p, n, i, i, p, p),
+        "copy_address": (_copy_to_host, p, p, n, p),
+        "fill_address": (_fill_words, p, u, n, p),
+        "record_address": (_record_event, p, p),
+        "wait_address": (_wait_for_event, p, p, u),
     }
     functions = {name: ctypes.CFUNCTYPE(i, *types)(call) for name, (call, *types) in kinds.items()}
     connect.functions = functions  # keeps the callbacks alive

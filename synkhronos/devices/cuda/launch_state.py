@@ -18,16 +18,16 @@ class LaunchState(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_int64)
         for name in (
-            *("comm", "valid_flag", "side_stream", "event"),
-            *("all_reduce", "copy", "fill", "record", "wait"),
-            *("is_active", "n_finished", "has_side_work", "failure_kind", "error"),
+            *("comm_handle", "valid_flag_address", "side_stream", "event"),
+            *("all_reduce_address", "copy_address", "fill_address", "record_address", "wait_address"),
+            *("is_active", "n_finished", "has_side_work", "failure_kind", "error_code"),
         )
     ]
 
     def reset(self) -> None:
         """Reset counters and errors before a launch."""
         self.is_active = 1
-        self.n_finished = self.has_side_work = self.failure_kind = self.error = 0
+        self.n_finished = self.has_side_work = self.failure_kind = self.error_code = 0
 
     def raise_if_failed(self) -> None:
         """Raise RuntimeError for the first error of the last launch, if there was one."""
@@ -36,8 +36,8 @@ class LaunchState(ctypes.Structure):
         if self.failure_kind == _ABORTED:
             raise RuntimeError("the connection between the ranks' GPUs was aborted")
         if self.failure_kind == _NCCL:
-            raise RuntimeError(f"NCCL failed within a launch (ncclResult_t {self.error})")
-        raise RuntimeError(f"CUDA failed within a launch (CUresult {self.error})")
+            raise RuntimeError(f"NCCL failed within a launch (ncclResult_t {self.error_code})")
+        raise RuntimeError(f"CUDA failed within a launch (CUresult {self.error_code})")
 
 
 def find_function_addresses() -> dict[str, int]:
@@ -46,14 +46,14 @@ def find_function_addresses() -> dict[str, int]:
 
     driver: Any = ctypes.CDLL("libcuda.so.1")
     names = {
-        "copy": "cuMemcpyAsync",
-        "fill": "cuMemsetD32Async",
-        "record": "cuEventRecord",
-        "wait": "cuStreamWaitEvent",
+        "copy_address": "cuMemcpyAsync",
+        "fill_address": "cuMemsetD32Async",
+        "record_address": "cuEventRecord",
+        "wait_address": "cuStreamWaitEvent",
     }
     functions = {field: ctypes.cast(getattr(driver, name), ctypes.c_void_p).value for field, name in names.items()}
     # The library is the one in which nccl4py makes communicators: JAX may have loaded another one.
-    functions["all_reduce"] = int(loaded._inspect_function_pointer("__ncclAllReduce"))
+    functions["all_reduce_address"] = int(loaded._inspect_function_pointer("__ncclAllReduce"))
     if not all(functions.values()):
         raise RuntimeError(f"functions of CUDA or NCCL have not been found: {functions}")
     return {field: address for field, address in functions.items() if address}

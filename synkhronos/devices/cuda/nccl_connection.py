@@ -75,7 +75,7 @@ class NcclConnection:
         self.nccl_lock = threading.RLock()
         self.valid_flag = valid_flag
         self.members: tuple[int, ...] = ()
-        self.launch_state = LaunchState(valid_flag=valid_flag.ctypes.data)
+        self.launch_state = LaunchState(valid_flag_address=valid_flag.ctypes.data)
         self.communicator_number, self.may_be_recorded = 0, False
         self._rank, self._staging, self._stream = rank, staging, stream
         self._comm: Any = None  # a `nccl.core.Communicator`
@@ -165,7 +165,7 @@ class NcclConnection:
             self._comm, self._handle = comm, comm._comm
             self.communicator_number, self.may_be_recorded = next(self._numbers), False
             self.valid_flag[0] = 1
-            self.launch_state.comm = int(getattr(comm._comm, "handle", comm._comm))
+            self.launch_state.comm_handle = int(getattr(comm._comm, "handle", comm._comm))
             return True
 
     def abort(self) -> None:
@@ -178,7 +178,7 @@ class NcclConnection:
                 self._attempt += 1
                 # The flag is cleared before the abort, after which the GPU continues with an undefined result.
                 self.valid_flag[0] = 0
-                self.launch_state.comm = 0
+                self.launch_state.comm_handle = 0
             if comm is not None:
                 self._staging.set_current_gpu()
                 is_locked = self.nccl_lock.acquire(timeout=STUCK_TIMEOUT_SECONDS)

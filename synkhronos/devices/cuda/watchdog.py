@@ -14,7 +14,7 @@ them::
        a rank fails before   │                                         │  a peer exits
        all have started      v                                         v  (master's thread only)
        (cancel)          aborted: `NcclConnection.abort`; the GPU continues with undefined results
-                         (also `CONNECT_TIMEOUT_SECONDS` after a failure, for any reason)
+                         (also `ABORT_TIMEOUT_SECONDS` after a failure, for any reason)
 
 The ranks agree on whether all have started (`synkhronos.ranks.agreement`), so either all abort a collective or none
 does.  There are three checks: in `wait_until_started`, at the end of a failed command (`cancel`), and in a thread,
@@ -34,18 +34,15 @@ import time
 from collections.abc import Callable
 from time import perf_counter
 
-from synkhronos.devices.cuda.nccl_connection import (
-    CONNECT_TIMEOUT_SECONDS,
-    PEER_POLL_SECONDS,
-    STUCK_TIMEOUT_SECONDS,
-    NcclConnection,
-)
+from synkhronos.devices.cuda.nccl_connection import PEER_POLL_SECONDS, STUCK_TIMEOUT_SECONDS, NcclConnection
 from synkhronos.devices.cuda.staging import Staging
 from synkhronos.ranks import Cancelled, PendingOperation, Rank
 from synkhronos.ranks.interrupts import defer_signals
 
 #: Seconds between two checks of the peers after a peer has failed or exited while the stream was idle.
 _IDLE_POLL_SECONDS = 0.2
+#: Seconds after a failure within which a pending collective has to complete.
+ABORT_TIMEOUT_SECONDS = 40
 #: Seconds between two queries of the stream.
 GPU_POLL_SECONDS = 0.0002
 
@@ -219,7 +216,7 @@ class CollectiveWatchdog(PendingOperation):
             # No wait is unbounded, even if a peer neither starts its collective nor exits.
             if failed_command != command_number:
                 failed_command, failed_since = command_number, perf_counter()
-            elif perf_counter() > failed_since + CONNECT_TIMEOUT_SECONDS:
+            elif perf_counter() > failed_since + ABORT_TIMEOUT_SECONDS:
                 self.abort()
 
     def _query_idle(self) -> bool:

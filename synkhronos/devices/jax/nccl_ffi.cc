@@ -22,23 +22,23 @@ using Stream = void*;
 
 // Mirrored by `LaunchState` in devices/cuda/launch_state.py: int64 throughout, in this order.
 struct LaunchState {
-  // Set by the connection.  An abort, on another thread, sets comm to 0 first.
-  int64_t comm;         // ncclComm_t; 0: not connected
-  int64_t valid_flag;   // host address of an int32: 1 while the connection is valid
-  int64_t side_stream;  // CUstream of reductions that overlap the stream of XLA
-  int64_t event;        // CUevent by which one stream waits for the other
+  // Set by the connection.  An abort, on another thread, sets comm_handle to 0 first.
+  int64_t comm_handle;         // ncclComm_t; 0: not connected
+  int64_t valid_flag_address;  // host address of an int32: 1 while the connection is valid
+  int64_t side_stream;         // CUstream of reductions that overlap the stream of XLA
+  int64_t event;               // CUevent by which one stream waits for the other
   // Addresses of functions.
-  int64_t all_reduce;   // ncclAllReduce
-  int64_t copy;         // cuMemcpyAsync
-  int64_t fill;         // cuMemsetD32Async
-  int64_t record;       // cuEventRecord
-  int64_t wait;         // cuStreamWaitEvent
+  int64_t all_reduce_address;  // ncclAllReduce
+  int64_t copy_address;        // cuMemcpyAsync
+  int64_t fill_address;        // cuMemsetD32Async
+  int64_t record_address;      // cuEventRecord
+  int64_t wait_address;        // cuStreamWaitEvent
   // State of one launch, reset by Python.
-  int64_t is_active;    // whether a launch is in progress
-  int64_t n_finished;   // calls of `Finish`
+  int64_t is_active;   // whether a launch is in progress
+  int64_t n_finished;  // calls of `Finish`
   int64_t has_side_work;
   int64_t failure_kind;  // kAborted, kNccl or kCuda; 0: no error
-  int64_t error;         // ncclResult_t or CUresult
+  int64_t error_code;    // ncclResult_t or CUresult
 };
 
 enum FailureKind : int64_t { kAborted = 1, kNccl = 2, kCuda = 3 };
@@ -94,38 +94,38 @@ void Call(FailureKind kind, int64_t address, Args... args) {
   int result = reinterpret_cast<int (*)(Args...)>(address)(args...);
   if (result != 0) {
     state->failure_kind = kind;
-    state->error = result;
+    state->error_code = result;
   }
 }
 
 // Makes a stream wait for the present work of another one.
 void OrderAfter(Stream stream, Stream other) {
   void* event = reinterpret_cast<void*>(state->event);
-  Call(kCuda, state->record, event, other);
-  Call(kCuda, state->wait, stream, event, 0u);
+  Call(kCuda, state->record_address, event, other);
+  Call(kCuda, state->wait_address, stream, event, 0u);
 }
 
 // Makes XLA's stream wait for the reductions that were started, even after an error: they read and write XLA's memory.
 void Join(Stream stream) {
   if (!state->has_side_work) return;
   state->has_side_work = 0;
-  int64_t failed = state->failure_kind, error = state->error;
+  int64_t failed = state->failure_kind, error = state->error_code;
   state->failure_kind = 0;
   OrderAfter(stream, reinterpret_cast<Stream>(state->side_stream));
   if (failed) {
     state->failure_kind = failed;
-    state->error = error;
+    state->error_code = error;
   }
 }
 
 // Reduces arguments `first` to `stop` into the results of the same numbers.
 void Reduce(ffi::RemainingArgs& args, ffi::RemainingRets& rets, size_t first, size_t stop, int op, Stream stream) {
-  int64_t comm = __atomic_load_n(&state->comm, __ATOMIC_ACQUIRE);
+  int64_t comm = __atomic_load_n(&state->comm_handle, __ATOMIC_ACQUIRE);
   if (comm == 0 && !state->failure_kind) state->failure_kind = kAborted;
   for (size_t i = first; i < stop; i++) {
     ffi::AnyBuffer source = *args.get<ffi::AnyBuffer>(i);
     ffi::AnyBuffer target = **rets.get<ffi::AnyBuffer>(i);
-    Call(kNccl, state->all_reduce, static_cast<const void*>(source.untyped_data()), target.untyped_data(),
+    Call(kNccl, state->all_reduce_address, static_cast<const void*>(source.untyped_data()), target.untyped_data(),
          static_cast<size_t>(source.element_count()), NcclDtype(source.element_type()), op,
          reinterpret_cast<void*>(comm), stream);
   }
@@ -172,9 +172,9 @@ ffi::Error Finish(Stream stream, ffi::RemainingArgs args, ffi::RemainingRets ret
   Reduce(args, rets, n_started, n_arrays, static_cast<int>(op), stream);
   // The flag is read when the GPU gets here: an abort sets it to 0 before it lets the GPU continue.
   uint64_t flag = reinterpret_cast<uint64_t>((**rets.get<ffi::AnyBuffer>(n_arrays)).untyped_data());
-  Call(kCuda, state->copy, flag, static_cast<uint64_t>(state->valid_flag), size_t{4}, stream);
+  Call(kCuda, state->copy_address, flag, static_cast<uint64_t>(state->valid_flag_address), size_t{4}, stream);
   if (state->failure_kind)
-    reinterpret_cast<int (*)(uint64_t, unsigned, size_t, Stream)>(state->fill)(flag, 0u, size_t{1}, stream);
+    reinterpret_cast<int (*)(uint64_t, unsigned, size_t, Stream)>(state->fill_address)(flag, 0u, size_t{1}, stream);
   return ffi::Error::Success();
 }
 

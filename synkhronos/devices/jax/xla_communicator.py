@@ -53,7 +53,7 @@ class XlaCommunicator(NcclCommunicator):
         """
         connection = self._connection
         state = connection.launch_state
-        if not state.all_reduce:  # at the first launch
+        if not state.all_reduce_address:  # at the first launch
             for name, address in find_function_addresses().items():
                 setattr(state, name, address)
             state.side_stream, state.event = self._staging.side_stream, int(self._staging.event)
@@ -96,7 +96,7 @@ class XlaCommunicator(NcclCommunicator):
         """
         self.join_side_stream(xla_stream)
         self._enqueue_collectives(spans, op, xla_stream, collective)
-        host_flag_address = self._connection.launch_state.valid_flag
+        host_flag_address = self._connection.launch_state.valid_flag_address
         check_result(self._staging.driver.cuMemcpyAsync(valid_flag_address, host_flag_address, 4, xla_stream))
 
     def join_side_stream(self, xla_stream: int | None) -> None:

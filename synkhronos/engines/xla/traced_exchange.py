@@ -164,26 +164,26 @@ class TracedExchange:
         chunks: Sequence[list[Any]],
         compute_chunk: Callable[[list[Any]], Any],
         token: Array,
-        get_shape: Callable[[tuple[int, ...]], tuple[int, ...] | None],
+        get_result_shape: Callable[[tuple[int, ...]], tuple[int, ...] | None],
         compute_tail: Callable[[], list[Any]] = list,
     ) -> tuple[list[Any], Any]:
         """Trace the collective on chunks, each of which starts before the next chunk is computed.
 
-        The first chunk is sent after ``token``, 0, is computed.  ``get_shape`` takes the shape of an array, and returns
-        that of its result; None for a result in place of the array.  ``compute_tail`` returns further arrays to send.
-        The results of the chunks and of the tail are returned with the flag of `FfiCollectives.trace_finish`.
+        The first chunk is sent after ``token``, 0, is computed.  ``get_result_shape`` takes the shape of an array, and
+        returns that of its result; None for a result in place.  ``compute_tail`` returns further arrays to send.  The
+        results of the chunks and of the tail are returned with the flag of `FfiCollectives.trace_finish`.
         """
-        sent, started = [], []
+        started, kept_operands = [], []
         for chunk in chunks[:-1]:
             array = compute_chunk(chunk)
-            shape = get_shape(array.shape)
+            shape = get_result_shape(array.shape)
             result, token = self._ffi_collectives.trace_start(array, token, shape)
             token = evaluator.delay_until(token)
             started.append(result)
-            sent += [array] if shape is not None else []
+            kept_operands += [array] if shape is not None else []
         arrays = [compute_chunk(chunks[-1]), *compute_tail()]
-        shapes = [get_shape(array.shape) for array in arrays]
-        return self._ffi_collectives.trace_finish(arrays, started, token, [*self._iterations, *sent], shapes)
+        shapes = [get_result_shape(array.shape) for array in arrays]
+        return self._ffi_collectives.trace_finish(arrays, started, token, [*self._iterations, *kept_operands], shapes)
 
 
 class TracedShardedExchange(TracedExchange):

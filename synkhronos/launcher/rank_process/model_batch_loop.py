@@ -57,7 +57,7 @@ class ModelBatchLoop(BatchLoop):
         self._min_n_batches, self._is_memory_checkpoint_new = 0, False
         super().run()
 
-    def iterate_batches(self) -> Iterator[BatchStep]:
+    def iterate_steps(self) -> Iterator[BatchStep]:
         """Yield the steps of all batches."""
         batch, n_steps = self.state.position["batch"], get_steps_per_batch(self.model)
         # The number of batches is read after the first step, in which a class may divide its data.

@@ -2,11 +2,11 @@
 
 Each iteration trains on the next batches::
 
-    iterate_batches --> step --> exchange_if_due --> record --> decide_stop
-         ^                                                           |
-         +-----------------------------------------------------------+
+    iterate_steps --> step --> exchange_if_due --> record --> decide_stop
+          ^                                                        |
+          +--------------------------------------------------------+
 
-`iterate_batches` ends at the next report; the owner of the loop then validates, reports and saves.
+`iterate_steps` ends at the next report; the owner of the loop then validates, reports and saves.
 
 Subclasses of `BatchLoop` differ in who takes a step:
 
@@ -34,14 +34,14 @@ class BatchLoop(ABC):
 
     def run(self) -> None:
         """Train on all batches, or until a signal."""
-        for batches in self.iterate_batches():
+        for batches in self.iterate_steps():
             self.exchange_if_due(self.step(batches))
             self.record(batches)
             if self.decide_stop():
                 break
 
     @abstractmethod
-    def iterate_batches(self) -> Iterator[Any]:
+    def iterate_steps(self) -> Iterator[Any]:
         """Yield the batches of each call of `step`."""
 
     @abstractmethod

@@ -49,8 +49,8 @@ class _StepCommandFields(NamedTuple):
     #: Whether every rank has rows.  Otherwise no rank fuses the step: a rank without rows cannot, and a fused step may
     #: send the gradient in other chunks, or in another dtype.
     every_rank_has_rows: bool = True
-    #: Whether the ranks launch the fused step without a comparison of their plans; see `can_skip_plan_check`.
-    has_agreed_plan: bool = False
+    #: Whether the ranks launch the fused step without comparing their plans; see `can_skip_plan_check`.
+    skips_plan_check: bool = False
 
 
 class StepCommand(_StepCommandFields, Command):
@@ -79,7 +79,7 @@ class StepCommand(_StepCommandFields, Command):
         fused_runner = None
         if self.every_rank_has_rows:
             fused_runner = fuse_calls(rank, self, gradient, [update], self.n_steps)
-        if self.has_agreed_plan and fused_runner is None:
+        if self.skips_plan_check and fused_runner is None:
             raise RuntimeError(f"rank {rank.number} cannot fuse the step, although it has fused the last one")
         if self.n_steps > 1 and not all(rank.all_gather_cached(fused_runner is not None)):
             return None
@@ -115,7 +115,7 @@ class StepCommand(_StepCommandFields, Command):
     def prepare_exchange(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
         """Return the communicator of the all-reduce, and the gradient's shape, which is the same on all ranks."""
         plans = rank.registry.get_or_create(_AgreedPlans)
-        if self.has_agreed_plan:
+        if self.skips_plan_check:
             plan, _ = plans[self.all_reduce]
             if not plan.is_valid(rank):
                 raise RuntimeError(f"rank {rank.number} has another gradient or connection than in the last step")

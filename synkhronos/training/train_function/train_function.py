@@ -394,7 +394,7 @@ class TrainFunction:
             dispatcher = get_dispatcher(self.gradient)
             updates = [get_dispatcher(update) for update in self._update_functions]
             gradient = dispatcher.build_call(session, arrays, batch=batch, batch_s=batch_s, num_slices=num_slices)
-            has_rank_without_rows = self._check_rank_rows(session, gradient, batch)
+            has_rank_without_rows = self._has_rank_without_rows(session, gradient, batch)
             if has_rank_without_rows:
                 # A rank without rows does not write its vector, which would still hold an earlier step's values.
                 clear = get_dispatcher(self._clear_gradient)
@@ -430,7 +430,7 @@ class TrainFunction:
             n_tail_items=self._n_tail,
             n_steps=n_steps,
             every_rank_has_rows=every_rank_has_rows,
-            has_agreed_plan=can_fuse and can_skip_plan_check(session.rank, all_reduce),
+            skips_plan_check=can_fuse and can_skip_plan_check(session.rank, all_reduce),
         )
 
     def _make_sharded_step_command(
@@ -451,10 +451,10 @@ class TrainFunction:
             n_steps,
         )
 
-    def _check_rank_rows(self, session: ranks.Session, gradient: Call, batch: BatchArgument) -> bool:
-        """Return whether some rank has no rows to compute.  Raise ValueError if no rank has any.
+    def _has_rank_without_rows(self, session: ranks.Session, gradient: Call, batch: BatchArgument) -> bool:
+        """Whether some rank has no rows to compute.
 
-        Runs a command if only the ranks know their numbers of rows.
+        A command is run if only the ranks know their numbers of rows.  ValueError is raised if no rank has any rows.
         """
         n_ranks = session.size
         if gradient.n_rows is not None:

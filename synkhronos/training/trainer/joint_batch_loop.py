@@ -38,7 +38,7 @@ class JointBatchLoop(TrainerBatchLoop):
         self._x = data[: len(graph.x)] if graph.x_is_list else data[0]
         self._y = data[len(graph.x) :] if graph.y_is_list else data[-1]
 
-    def iterate_batches(self) -> Iterator[BatchGroup]:
+    def iterate_steps(self) -> Iterator[BatchGroup]:
         """Yield the batches of each launch; their learning rates are equal."""
         position, plan = self.plan.start, self.plan
         while position < plan.stop:

@@ -91,7 +91,7 @@ class LocalBatchLoop(TrainerBatchLoop):
         if isinstance(source, LoaderRows):
             source.open(context.number)
 
-    def iterate_batches(self) -> Iterator[BatchGroup]:
+    def iterate_steps(self) -> Iterator[BatchGroup]:
         """Yield the batches of each launch of this rank; an exchange is due only after the last batch of a launch."""
         return self._iterate_taken_batches() if self.exchange_rule.asynchronous else self._iterate_rounds()
 

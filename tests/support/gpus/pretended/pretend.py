@@ -43,11 +43,11 @@ def find_function_addresses():
 
     p, u, n, i = ctypes.c_void_p, ctypes.c_uint, ctypes.c_size_t, ctypes.c_int
     for name, call, types in (
-        ("all_reduce", nccl.all_reduce, (p, p, n, i, i, p, p)),
-        ("copy", driver.cuMemcpyAsync, (p, p, n, p)),
-        ("fill", fill, (p, u, n, p)),
-        ("record", driver.cuEventRecord, (p, p)),
-        ("wait", driver.cuStreamWaitEvent, (p, p, u)),
+        ("all_reduce_address", nccl.all_reduce, (p, p, n, i, i, p, p)),
+        ("copy_address", driver.cuMemcpyAsync, (p, p, n, p)),
+        ("fill_address", fill, (p, u, n, p)),
+        ("record_address", driver.cuEventRecord, (p, p)),
+        ("wait_address", driver.cuStreamWaitEvent, (p, p, u)),
     ):
         _CALLBACKS.setdefault(name, ctypes.CFUNCTYPE(i, *types)(functools.partial(run, call)))
     return {name: ctypes.cast(callback, p).value for name, callback in _CALLBACKS.items()}
