@@ -20,7 +20,7 @@ from synkhronos.collectives.arguments import distribute_variables
 from synkhronos.collectives.calls import scatter
 from synkhronos.data import Data
 from synkhronos.data.array import ReadOnlyData
-from synkhronos.data.rows import get_share
+from synkhronos.data.rows import get_share_bounds
 from synkhronos.devices import NUMPY, Device
 from synkhronos.extensions.row_slices import SlicedSum, compute_queued_slice_bounds, compute_rank_slice_bounds
 from synkhronos.graph_libraries import get_library
@@ -151,7 +151,7 @@ class LoadInheritedRows(Command):
         """Put views of this rank's rows into the variables' containers, or copies where rows are not contiguous."""
         for key, values in zip(self.keys, self.distributed_sum.rows.inherited_rows, strict=True):
             shared = rank.get_object(key)
-            rows = values[get_share(len(values), rank.size, rank.number)]
+            rows = values[get_share_bounds(len(values), rank.size, rank.number)]
             get_library(shared).store_value(shared, np.ascontiguousarray(rows))
 
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from synkhronos.collectives.arguments import distribute_variables
 from synkhronos.data.data_access import copy_to_shared, get_array_location
-from synkhronos.data.rows import get_share
+from synkhronos.data.rows import get_share_bounds
 from synkhronos.function.call import Call
 from synkhronos.function.dispatcher import Dispatcher
 from synkhronos.function.outputs import RankOutputs
@@ -53,10 +53,10 @@ def compute_rank_slice_bounds(n_rows: int, nbytes: int, n_ranks: int) -> list[in
     slices_per_rank = max(1, nbytes // (n_ranks * _MAX_SLICE_NBYTES))
     starts = []
     for rank in range(min(n_ranks, n_rows)):
-        share = get_share(n_rows, n_ranks, rank)
+        share = get_share_bounds(n_rows, n_ranks, rank)
         size = share.stop - share.start
         n_slices = min(slices_per_rank, size)
-        starts += [share.start + get_share(size, n_slices, i).start for i in range(n_slices)]
+        starts += [share.start + get_share_bounds(size, n_slices, i).start for i in range(n_slices)]
     return [*starts, n_rows]
 
 
@@ -162,7 +162,7 @@ class ComputeSlices(_ComputeSlicesFields, Command):
         storages = [get_storage(rank.get_object(key)) for key in self.row_keys]
         own_rows = [storage[0] for storage in storages]
         if self.distributed_sum is None:
-            share = get_share(bounds[-1], rank.size, rank.number)
+            share = get_share_bounds(bounds[-1], rank.size, rank.number)
             rows, first_row = own_rows, share.start
             slice_numbers: Iterable[int] = range(bisect_left(bounds, share.start), bisect_left(bounds, share.stop))
         else:

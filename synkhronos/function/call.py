@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.data.rows import get_share, select_rows, split_selection
+from synkhronos.data.rows import get_share_bounds, select_rows, split_selection
 from synkhronos.devices import NUMPY, Selection
 from synkhronos.engines import Runner
 from synkhronos.function.computation import CompiledVariant, Computation, RowSelector, Variant
@@ -42,7 +42,7 @@ class ScatteredInput(NamedTuple):
 
     def get_row_access(self, size: int, ranks: range) -> RowAccess:
         """Return the rows of the array that consecutive ``ranks`` read; ``size`` is the number of all ranks."""
-        first, last = (get_share(self._n_rows, size, r) for r in (ranks[0], ranks[-1]))
+        first, last = (get_share_bounds(self._n_rows, size, r) for r in (ranks[0], ranks[-1]))
         rows = self.rows
         share = rows[first.start : last.stop] if isinstance(rows, range) else rows.slice_items(first.start, last.stop)
         return RowAccess(self.array, share, self.first_row)
@@ -54,7 +54,7 @@ class ScatteredInput(NamedTuple):
     def select_share(self, rank: Rank) -> Selection:
         """Return the array's rows that this rank computes."""
         rows: Selection = self.rows if isinstance(self.rows, range) else self.rows.view(rank.segments)
-        share = rows[get_share(len(rows), rank.size, rank.number)]
+        share = rows[get_share_bounds(len(rows), rank.size, rank.number)]
         if not self.first_row:
             return share
         if isinstance(share, range):

@@ -116,7 +116,7 @@ class CommandBarriers:
     def fail_command(self) -> None:
         """Mark the command as failed, wake all waiting ranks, and record the last barrier that every rank reached."""
         control, words, command_number = self._control, self._control.words, self.last_arrived >> BARRIER_BITS
-        with defer_signals():  # peers wait for all of it once the first line is done
+        with defer_signals():  # once FAILED is set, peers wait for the decision and to be woken
             words[ControlMemory.FAILED] = command_number
             control.fence()
             # One of the ranks that fail at the same time decides the command; on several hosts the agents do.

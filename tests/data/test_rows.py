@@ -6,7 +6,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from messages import raises
 
-from synkhronos.data.rows import find_max_row, find_min_row, get_share, select_rows, split_selection
+from synkhronos.data.rows import find_max_row, find_min_row, get_share_bounds, select_rows, split_selection
 from synkhronos.devices import take_rows
 
 lengths = st.integers(0, 12)
@@ -159,12 +159,12 @@ def test_select_accepts_numpy_index_types():
 def test_share_equals_numpy_array_split(count, parts):
     expected = np.array_split(np.arange(count), parts)
     for part in range(parts):
-        assert np.arange(count)[get_share(count, parts, part)].tolist() == expected[part].tolist()
+        assert np.arange(count)[get_share_bounds(count, parts, part)].tolist() == expected[part].tolist()
 
 
 @given(st.integers(0, 100), st.integers(1, 9))
 def test_share_sizes_differ_by_at_most_one(count, parts):
-    sizes = [len(range(count)[get_share(count, parts, part)]) for part in range(parts)]
+    sizes = [len(range(count)[get_share_bounds(count, parts, part)]) for part in range(parts)]
     assert sum(sizes) == count
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] - sizes[-1] <= 1
@@ -185,7 +185,11 @@ def test_split_of_shares_covers_all_rows(case, parts, count):
     length, batch, index = case
     rows = select_rows(batch, length)
     data = make_rows(length)
-    cut = [piece for part in range(parts) for piece in split_selection(rows[get_share(len(rows), parts, part)], count)]
+    cut = [
+        piece
+        for part in range(parts)
+        for piece in split_selection(rows[get_share_bounds(len(rows), parts, part)], count)
+    ]
     np.testing.assert_array_equal(np.concatenate([take_rows(data, piece) for piece in cut]), data[index])
 
 

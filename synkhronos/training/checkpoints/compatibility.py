@@ -39,6 +39,14 @@ def describe_training(
     descriptions are equal, except for `CHANGEABLE_OPTIONS`.
     """
     name, options = update_rule or (None, {})
+    n_params = len(variables.exchanged) - variables.n_averages
+    variables_by_role = {
+        "params": variables.exchanged[:n_params],
+        "averages": variables.exchanged[n_params:],
+        "optimizer": variables.whole_optimizer,
+        "excluded": variables.excluded,
+        "others": variables.other_variables,
+    }
     return {
         "kind": kind,
         "rule": type(exchange_rule).__name__,
@@ -47,7 +55,7 @@ def describe_training(
         "update_rule": name,
         "update_rule_options": _to_json_options(options),
         "variables": {
-            role: [_describe_variable(s, role) for s in shareds] for role, shareds in variables.as_dict().items()
+            role: [_describe_variable(s, role) for s in shared_vars] for role, shared_vars in variables_by_role.items()
         },
         "generators": [_describe_generator(shared) for shared in variables.generators],
     }

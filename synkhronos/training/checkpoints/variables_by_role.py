@@ -23,7 +23,7 @@ class VariablesByRole:
     #: Variables that ranks exchange: parameters, followed by running averages.  Their values are named ``params`` in
     #: `read_values` and in checkpoints.
     exchanged: list[SharedVariable]
-    #: Variables of the update rule, such as velocities; None if they are sharded.
+    #: Variables of the update rule, such as velocities; None in a `RankStateSpec` if they are sharded.
     optimizer: list[SharedVariable] | None
     #: Parameters that are not exchanged.
     excluded: list[SharedVariable]
@@ -60,20 +60,9 @@ class VariablesByRole:
 
     @property
     def whole_optimizer(self) -> list[SharedVariable]:
-        """Variables of the update rule, for runs that do not shard them."""
+        """Variables of the update rule, which are not None here."""
         assert self.optimizer is not None
         return self.optimizer
-
-    def as_dict(self) -> dict[str, list[SharedVariable]]:
-        """Return the variables of each role without the generators, whose state is no array of numbers."""
-        n_params = len(self.exchanged) - self.n_averages
-        return {
-            "params": self.exchanged[:n_params],
-            "averages": self.exchanged[n_params:],
-            "optimizer": self.whole_optimizer,
-            "excluded": self.excluded,
-            "others": self.other_variables,
-        }
 
     def read_other_values(self) -> list[np.ndarray]:
         """Return copies of this process's values of the other variables."""

@@ -27,7 +27,7 @@ from system import list_children
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.data.data_access import create_unpublished
-from synkhronos.data.rows import get_share
+from synkhronos.data.rows import get_share_bounds
 from synkhronos.hosts import mpirun
 from synkhronos.ranks.mailbox import Mailbox
 from synkhronos.training import make_train_function, make_train_function_serial, updates
@@ -294,7 +294,9 @@ def train_on_parts(counts: str) -> None:
     with patch if len(HOSTS) == 1 else contextlib.nullcontext():
         assert ranks.get_session().ranks_by_host == ranks_by_host
         host_rows = [
-            range(length)[get_share(length, n, host_ranks[0]).start : get_share(length, n, host_ranks[-1]).stop]
+            range(length)[
+                get_share_bounds(length, n, host_ranks[0]).start : get_share_bounds(length, n, host_ranks[-1]).stop
+            ]
             for host_ranks in ranks_by_host
         ]
         arrays = [X, Y, np.arange(length)]
