@@ -541,6 +541,7 @@ class _StartedAllReduce(PendingOperation):
         plan = self.plan
         assert plan is not None
         with defer_signals():  # the launch in `rewrap` deletes the old objects
+            plan.device_communicator.record_pending_writes()
             for (key, library, _, device, _, _), result in zip(plan.variables, self.results, strict=True):
                 library.store_value(self._rank.get_object(key), device.rewrap(result))
             plan.targets[:] = [None] * len(plan.targets)

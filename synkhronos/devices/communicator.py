@@ -58,6 +58,10 @@ class Communicator(ABC):
         """
         raise NotImplementedError
 
+    def record_pending_writes(self) -> None:
+        """Record that variables have arrays that collectives in progress write: a peer's exit makes them invalid."""
+        raise NotImplementedError
+
     def abort(self) -> None:
         """Abort the connection and its collectives in progress."""
         raise NotImplementedError

@@ -189,22 +189,21 @@ def test_interrupt_after_the_start_of_an_all_reduce_keeps_the_result(fork, monke
 class FailInRepeatedAllReduce(Command):
     """A repeated all-reduce in which one rank fails instead of starting it."""
 
-    def __init__(self, command):
-        self.command = command
+    def __init__(self, command, action="raise"):
+        self.command, self.action = command, action
 
     def run(self, rank):
         communicator = GPU_DEVICE.get_communicator(rank)
         if rank.number == 1:
-            communicator.all_reduce_into = raise_error
+            communicator.all_reduce_into = self.fail
         try:
             self.command.run(rank)
         finally:
             vars(communicator).pop("all_reduce_into", None)
 
-
-def raise_error(*_):
-    time.sleep(0.1)  # the other ranks have started it
-    FAULTS["raise"]()
+    def fail(self, *_):
+        time.sleep(0.1)  # the other ranks have started it
+        FAULTS[self.action]()
 
 
 def test_exception_in_a_repeated_all_reduce_keeps_the_values(fork):
@@ -219,6 +218,19 @@ def test_exception_in_a_repeated_all_reduce_keeps_the_values(fork):
     np.testing.assert_array_equal(synk.gather(w), [total] * N_RANKS)
     synk.all_reduce(w, "sum")
     np.testing.assert_array_equal(synk.gather(w), [total * N_RANKS] * N_RANKS)
+
+
+@pytest.mark.new_ranks
+def test_death_in_a_repeated_all_reduce_keeps_the_values(fork):
+    fork(N_RANKS)
+    w, values = make_filled_variable("float32")
+    for _ in range(2):
+        synk.all_reduce(w, "sum")
+    command = get_command(ranks.get_session(), w, AllReduceValues, ("sum", True))
+    with time_limit(FAULT_LIMIT), pytest.raises(synk.WorkerError, match="killed by SIGKILL") as caught:
+        ranks.get_session().run(FailInRepeatedAllReduce(command, "SIGKILL"))
+    assert "invalid" not in str(caught.value)
+    np.testing.assert_array_equal(np.asarray(w.get_value()), sum(values) * N_RANKS)
 
 
 class SlowOperation(PendingOperation):

@@ -119,7 +119,8 @@ class NcclCommunicator(Communicator):
         if nbytes > _QUICK_NBYTES or not (self._enqueued_nbytes or self._watchdog.is_stream_idle()):
             self._enqueued_nbytes = math.inf
         self._enqueued_nbytes += nbytes
-        self._watchdog.writes_in_place = True
+        if out is array:
+            self.record_pending_writes()
         self._watchdog.mark_started(self._connection)
         with self._nccl_lock:
             handle = self._connection.get_handle()
@@ -155,6 +156,10 @@ class NcclCommunicator(Communicator):
         if not have_all_started:
             self.abort()
         return have_all_started
+
+    def record_pending_writes(self) -> None:
+        """Record that variables have arrays that collectives in progress write."""
+        self._watchdog.writes_in_place = True
 
     def abort(self) -> None:
         """Abort the connection and its collectives in progress."""
