@@ -61,7 +61,7 @@ def verify_gradient(function, *points):
 
 
 def verify_closely(function, *points):
-    """As `verify_gradient`, of numbers whose gradients change fast: by differences to both sides, and steps ten times as long."""
+    """As `verify_gradient`, for gradients that change fast: by central differences with steps ten times as long."""
     variables = [pt.TensorType("float64", point.shape)() for point in points]
     number = function(*variables)
     f = pytensor.function(variables, number, mode="FAST_COMPILE")
@@ -308,13 +308,13 @@ def test_batch_normalization_second_derivatives_equal_finite_differences(axes):
         verify_gradient(lambda *v, p=position: BatchNormTrainGrad(axes)(*v)[p], x, dy, scale, mean, invstd)
     verify_closely(lambda *v: sum_nonlinearly([g**2 for g in BatchNormTrainGrad(axes)(*v)]), x, dy, scale, mean, invstd)
 
-    def gradients(x, scale, shift):  # here what comes back depends on what went in
+    def sum_squared_gradients(x, scale, shift):  # the output's gradient depends on the inputs, too
         outputs = BatchNormTrain(axes, EPSILON)(x, scale, shift)
         return sum_nonlinearly(
             [g**2 for g in pytensor.grad(sum_nonlinearly([v**2 for v in outputs]), [x, scale, shift])]
         )
 
-    verify_closely(gradients, x, scale, shift)
+    verify_closely(sum_squared_gradients, x, scale, shift)
 
 
 @functools.cache
@@ -482,8 +482,8 @@ def test_statistics_do_not_depend_on_the_scale():
 def test_shapes_of_normalized_arrays_need_no_normalization():
     x, scale, shift = pt.dmatrix(), pt.TensorType("float64", (1, None))(), pt.TensorType("float64", (1, None))()
     outputs = BatchNormTrain((0,), EPSILON)(x, scale, shift)
-    lengths = [*outputs, *pytensor.grad((outputs[0] ** 2).sum(), [x, scale, shift])]
-    f = pytensor.function([x, scale, shift], [v.shape for v in lengths], mode="FAST_RUN", on_unused_input="ignore")
+    arrays = [*outputs, *pytensor.grad((outputs[0] ** 2).sum(), [x, scale, shift])]
+    f = pytensor.function([x, scale, shift], [v.shape for v in arrays], mode="FAST_RUN", on_unused_input="ignore")
     ops = {type(node.op) for node in f.maker.fgraph.apply_nodes}
     assert not ops & {BatchNormTrain, BatchNormTrainGrad}
     shapes = f(draw_normal(4, 3), draw_normal(1, 3), draw_normal(1, 3))
@@ -587,7 +587,7 @@ def test_crossentropy_refuses_wrong_classes():
         ClassCrossentropy().compute(np.ones((2, 2)), np.zeros(3, int))
 
 
-def test_softmax_is_a_subclass_of_pytensors():
+def test_softmax_op_extends_that_of_pytensor():
     assert isinstance(softmax(pt.matrix()).owner.op, pt.special.Softmax)
     assert isinstance(softmax(pt.matrix()).owner.op, Softmax)
 

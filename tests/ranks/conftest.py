@@ -13,14 +13,14 @@ def session(request):
 
 
 @pytest.fixture
-def two():
+def session_of_two():
     """Fork two ranks."""
     yield ranks.start_session(2, 0, False)
     ranks.close_session()
 
 
 @pytest.fixture
-def three():
+def session_of_three():
     """Fork three ranks."""
     yield ranks.start_session(3, 0, False)
     ranks.close_session()

@@ -131,10 +131,10 @@ def test_failure_between_barriers_frees_other_ranks(session):
     assert session.run(GatherMessages((10,))) == session.size
 
 
-def test_exception_report_of_long_texts_fits_into_a_slot(two):
+def test_exception_report_of_long_texts_fits_into_a_slot(session_of_two):
     with pytest.raises(ranks.WorkerError, match="raised \U0001d54f{500}: \U0001d54f"):
-        two.run(RaiseLongTexts())
-    assert two.run(GatherMessages((10,))) == two.size
+        session_of_two.run(RaiseLongTexts())
+    assert session_of_two.run(GatherMessages((10,))) == session_of_two.size
 
 
 @pytest.mark.parametrize(("number", "at_barrier"), [(signal.SIGKILL, True), (signal.SIGSEGV, False)])
@@ -165,11 +165,11 @@ class DetectDeathElsewhere(Command):
         raise Cancelled
 
 
-def test_death_reaped_elsewhere_is_named(two):
+def test_death_reaped_elsewhere_is_named(session_of_two):
     with pytest.raises(
         ranks.WorkerError, match="rank 1 .* was killed by SIGKILL.*; the other workers were ended"
     ) as caught:
-        two.run(DetectDeathElsewhere())
+        session_of_two.run(DetectDeathElsewhere())
     assert caught.value.rank == 1
     for error in (caught.value, pickle.loads(pickle.dumps(caught.value))):
         assert str(error).startswith(f"{error.description}; ") and "SIGKILL" in error.description
@@ -182,7 +182,7 @@ class FailOnMaster(Command):
         time.sleep(60)
 
 
-def test_death_noticed_while_the_master_fails_is_named(two):
+def test_death_noticed_while_the_master_fails_is_named(session_of_two):
     events = []
 
     def trace(frame, event, arg):
@@ -195,23 +195,23 @@ def test_death_noticed_while_the_master_fails_is_named(two):
         if event == "line" and line == "watch.command_thread = 0" and isinstance(sys.exception(), KeyError):
             sys.settrace(None)
             events.append(line)
-            os.kill(next(iter(two.worker_pids.values())), signal.SIGKILL)
+            os.kill(next(iter(session_of_two.worker_pids.values())), signal.SIGKILL)
             time.sleep(1)  # cut short
         return trace_lines
 
     sys.settrace(trace)
     try:
         with pytest.raises(ranks.WorkerError, match="rank 1 .* was killed by SIGKILL"):
-            two.run(FailOnMaster())
+            session_of_two.run(FailOnMaster())
     finally:
         sys.settrace(None)
     assert events
 
 
-def test_interrupt_before_a_command_does_not_fail_the_last_one(two):
+def test_interrupt_before_a_command_does_not_fail_the_last_one(session_of_two):
     """The workers would drop the outputs that the last command has left on them."""
-    two.run(GetIdentity())
-    before = two.rank.barriers.last_failed_command
+    session_of_two.run(GetIdentity())
+    before = session_of_two.rank.barriers.last_failed_command
 
     def trace(frame, event, arg):
         return trace_lines if frame.f_code is Rank.begin_command.__code__ else None
@@ -228,23 +228,23 @@ def test_interrupt_before_a_command_does_not_fail_the_last_one(two):
     sys.settrace(trace)
     try:
         with pytest.raises(KeyboardInterrupt):
-            two.run(GetIdentity())
+            session_of_two.run(GetIdentity())
     finally:
         sys.settrace(None)
-    assert two.rank.barriers.last_failed_command == before
-    assert two.run(GatherMessages((3,))) == 2
+    assert session_of_two.rank.barriers.last_failed_command == before
+    assert session_of_two.run(GatherMessages((3,))) == 2
 
 
-def test_exited_worker_is_named_with_its_status(two):
+def test_exited_worker_is_named_with_its_status(session_of_two):
     with pytest.raises(ranks.WorkerError, match="exited with code 7"):
-        two.run(ExitWith(7))
+        session_of_two.run(ExitWith(7))
 
 
-def test_death_of_an_idle_worker_is_noticed_by_the_next_command(two):
-    pid = next(iter(two.worker_pids.values()))
+def test_death_of_an_idle_worker_is_noticed_by_the_next_command(session_of_two):
+    pid = next(iter(session_of_two.worker_pids.values()))
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(ranks.WorkerError, match="SIGKILL"):
-        two.run(GetIdentity())
+        session_of_two.run(GetIdentity())
 
 
 @pytest.mark.parametrize(
@@ -296,10 +296,10 @@ def test_timeout_ends_a_hanging_worker():
         os.waitpid(-1, os.WNOHANG)
 
 
-def test_worker_that_calls_exit_raises(two):
+def test_worker_that_calls_exit_raises(session_of_two):
     with pytest.raises(ranks.WorkerError, match="SystemExit"):
-        two.run(CallExit())
-    assert two.run(GatherMessages((3,))) == 2
+        session_of_two.run(CallExit())
+    assert session_of_two.run(GatherMessages((3,))) == 2
 
 
 class CallExit(Command):
@@ -309,19 +309,19 @@ class CallExit(Command):
         rank.barrier()
 
 
-def test_error_lists_only_the_commands_own_effect(two):
+def test_error_lists_only_the_commands_own_effect(session_of_two):
     with pytest.raises(ranks.WorkerError, match="It was noted on no rank"):
-        two.run(RunBoth(RecordRun("one", failing_rank=1), RecordRun("two")))
-    first, second = two.run(CollectRecords())
+        session_of_two.run(RunBoth(RecordRun("one", failing_rank=1), RecordRun("two")))
+    first, second = session_of_two.run(CollectRecords())
     assert second == ["one", "one finished"]
     started = [note for note in first if "finished" not in note]
     assert started in (["one"], ["one", "two"])  # as soon as it is cancelled
     assert first == [*started, *(f"{note} finished" for note in reversed(started))]
     with pytest.raises(ranks.WorkerError, match=r"It was noted on ranks \[0\], and not on ranks \[1\]"):
-        two.run(RunBoth(RecordRun("one"), RecordRun("two", failing_rank=1, early=True)))
+        session_of_two.run(RunBoth(RecordRun("one"), RecordRun("two", failing_rank=1, early=True)))
     # After a failure, later commands record their effects as before.
     with pytest.raises(ranks.WorkerError, match=r"It was noted on ranks \[0\], and not on ranks \[1\]"):
-        two.run(RecordRun("three", failing_rank=1, early=True))
+        session_of_two.run(RecordRun("three", failing_rank=1, early=True))
 
 
 class FailAtBarrier(Command):
@@ -410,31 +410,31 @@ def check_gathered_late(session):
     assert session.run(GatherLate()) == [[[(r, i) for r in range(3)] for i in range(10)]] * 3
 
 
-def test_barrier_numbers_of_a_command_do_not_affect_the_next(three):
+def test_barrier_numbers_of_a_command_do_not_affect_the_next(session_of_three):
     for n_skipped in (1 << 24, MAX_BARRIERS - 21):
-        three.run(ReachManyBarriers(n_skipped))
-        check_gathered_late(three)
+        session_of_three.run(ReachManyBarriers(n_skipped))
+        check_gathered_late(session_of_three)
         with time_limit(), pytest.raises(ranks.WorkerError, match="BarrierError"):
-            three.run(ReachManyBarriers(n_skipped, fails=True))
-        check_gathered_late(three)
+            session_of_three.run(ReachManyBarriers(n_skipped, fails=True))
+        check_gathered_late(session_of_three)
 
 
 @pytest.mark.parametrize("n_left", [0, 5, 20])
-def test_too_many_barriers_in_a_command_raise(three, n_left):
+def test_too_many_barriers_in_a_command_raise(session_of_three, n_left):
     for _ in range(2):
         with time_limit(), pytest.raises(RuntimeError, match="can have at most 4,294,967,295 barriers"):
-            three.run(ReachManyBarriers(MAX_BARRIERS - n_left))
-        check_gathered_late(three)
+            session_of_three.run(ReachManyBarriers(MAX_BARRIERS - n_left))
+        check_gathered_late(session_of_three)
 
 
-def test_too_many_commands_raise(three):
-    three._command_number = MAX_COMMANDS - 2
-    check_gathered_late(three)
+def test_too_many_commands_raise(session_of_three):
+    session_of_three._command_number = MAX_COMMANDS - 2
+    check_gathered_late(session_of_three)
     with time_limit(), pytest.raises(ranks.WorkerError, match="BarrierError"):
-        three.run(ReachManyBarriers(MAX_BARRIERS - 21, fails=True))
+        session_of_three.run(ReachManyBarriers(MAX_BARRIERS - 21, fails=True))
     for _ in range(2):
         with time_limit(), pytest.raises(RuntimeError, match="have run 4,294,967,295 commands"):
-            three.run(GatherLate())
+            session_of_three.run(GatherLate())
     with time_limit():
         ranks.close_session()
 
@@ -454,9 +454,9 @@ class DieInBetween(Command):
             raise
 
 
-def test_death_before_the_common_barrier_is_recorded(two):
+def test_death_before_the_common_barrier_is_recorded(session_of_two):
     with pytest.raises(ranks.WorkerError, match="rank 1 .* was killed by SIGKILL"):
-        two.run(DieInBetween())
+        session_of_two.run(DieInBetween())
 
 
 def test_ranks_that_fail_together_record_one_common_barrier(monkeypatch):

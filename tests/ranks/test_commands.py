@@ -66,41 +66,41 @@ def test_bounded_cache_is_emptied_when_it_is_full():
     assert cache.get(6) == -6 and cache.get(5) is None
 
 
-def test_cache_of_commands_is_bounded(two):
+def test_cache_of_commands_is_bounded(session_of_two):
     lengths = []
     for i in range(2 * MAX_CACHED_COMMANDS):
-        assert two.run(GatherPayloadLength(bytes(i))) == (i, [i, i])
-        lengths.append(len(two._mailbox._pickle_cache))
+        assert session_of_two.run(GatherPayloadLength(bytes(i))) == (i, [i, i])
+        lengths.append(len(session_of_two._mailbox._pickle_cache))
     assert max(lengths) == MAX_CACHED_COMMANDS
 
 
-def test_cache_of_pickled_values_is_bounded(two):
+def test_cache_of_pickled_values_is_bounded(session_of_two):
     values = range(2 * _MAX_CACHED_PICKLES)
     digests, lengths = [], []
     for value in values:
-        digests.append(two.rank.compute_digest(value))
-        lengths.append(len(two.rank._pickles))
+        digests.append(session_of_two.rank.compute_digest(value))
+        lengths.append(len(session_of_two.rank._pickles))
     assert max(lengths) == _MAX_CACHED_PICKLES
     for value in values[_MAX_CACHED_PICKLES:]:  # a full cache is used, not emptied
-        assert two.rank.compute_digest(value) is digests[value]
+        assert session_of_two.rank.compute_digest(value) is digests[value]
 
 
-def test_command_may_exceed_the_mailbox(two):
+def test_command_may_exceed_the_mailbox(session_of_two):
     payload = os.urandom(3 * MAILBOX_NBYTES)
-    assert two.run(GatherPayloadLength(payload)) == (len(payload), [len(payload)] * 2)
+    assert session_of_two.run(GatherPayloadLength(payload)) == (len(payload), [len(payload)] * 2)
 
 
-def test_failed_send_of_a_long_command_leaves_no_memory(two, monkeypatch):
-    before = two.run(CountSegments())
+def test_failed_send_of_a_long_command_leaves_no_memory(session_of_two, monkeypatch):
+    before = session_of_two.run(CountSegments())
 
     def no_channel():
         raise OSError("no channel")
 
     with monkeypatch.context() as patch:
-        patch.setattr(two.memory, "send_segments", no_channel)
+        patch.setattr(session_of_two.memory, "send_segments", no_channel)
         with pytest.raises(OSError, match="no channel"):
-            two.run(GatherPayloadLength(os.urandom(3 * MAILBOX_NBYTES)))
-    assert two.run(CountSegments()) == before
+            session_of_two.run(GatherPayloadLength(os.urandom(3 * MAILBOX_NBYTES)))
+    assert session_of_two.run(CountSegments()) == before
 
 
 @dataclass(frozen=True)
@@ -117,30 +117,30 @@ class WaitForWorkers(Command):
 @pytest.mark.parametrize("by", ["a handler", "another thread"])
 @pytest.mark.parametrize("awaited", ["a barrier", "their end", "a command that was interrupted"])
 @pytest.mark.slow
-def test_close_ends_a_waiting_call(two, monkeypatch, awaited, by):
+def test_close_ends_a_waiting_call(session_of_two, monkeypatch, awaited, by):
     for module in (ranks.session, ranks.process_group):
         monkeypatch.setattr(module, "GRACE_SECONDS", 0.2)
     if awaited == "a command that was interrupted":
         signal.signal(signal.SIGALRM, signal.default_int_handler)
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         with pytest.raises(KeyboardInterrupt):
-            two.run(WaitForWorkers(False))
+            session_of_two.run(WaitForWorkers(False))
     if by == "a handler":
         signal.signal(signal.SIGALRM, lambda *_: ranks.close_session())
         signal.setitimer(signal.ITIMER_REAL, 0.2)
     else:
         threading.Timer(0.2, ranks.close_session).start()
-    with time_limit(), pytest.raises(RuntimeError, match="the ranks were closed: call synkhronos.fork"), two.call_lock:
-        two.begin_call()
-        two.run(WaitForWorkers(awaited == "a barrier"))
+    with time_limit(), pytest.raises(RuntimeError, match="the ranks were closed"), session_of_two.call_lock:
+        session_of_two.begin_call()
+        session_of_two.run(WaitForWorkers(awaited == "a barrier"))
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
 
 
-def test_command_refuses_a_nested_command(two):
+def test_command_refuses_a_nested_command(session_of_two):
     with pytest.raises(RuntimeError, match="from inside another call"):
-        two.run(Nested())
-    assert two.run(GatherMessages((3,))) == 2
+        session_of_two.run(Nested())
+    assert session_of_two.run(GatherMessages((3,))) == 2
 
 
 class Nested(Command):
@@ -151,7 +151,7 @@ class Nested(Command):
             ranks.get_session().run(GetIdentity())
 
 
-def test_forked_copy_of_the_master_has_no_ranks(two):
+def test_forked_copy_of_the_master_has_no_ranks(session_of_two):
     pid = os.fork()
     if pid == 0:
         try:
@@ -160,7 +160,7 @@ def test_forked_copy_of_the_master_has_no_ranks(two):
             os._exit(0 if "copy" in str(error) else 1)
         os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert two.run(GatherMessages((3,))) == 2
+    assert session_of_two.run(GatherMessages((3,))) == 2
 
 
 @pytest.mark.slow

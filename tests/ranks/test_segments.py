@@ -93,10 +93,10 @@ def test_segments_leave_no_open_files(size):
     assert [str(warning.message) for warning in caught if "FileIO" in str(warning.message)] == []
 
 
-def test_segment_without_memory_raises_memory_error(two):
+def test_segment_without_memory_raises_memory_error(session_of_two):
     with pytest.raises(MemoryError, match="not enough memory"):
-        two.memory.create_segment(1 << 50)
-    assert two.run(GatherMessages((3,))) == 2
+        session_of_two.memory.create_segment(1 << 50)
+    assert session_of_two.run(GatherMessages((3,))) == 2
 
 
 @pytest.mark.new_ranks

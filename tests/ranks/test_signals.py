@@ -42,30 +42,30 @@ class GatherSignalHandlers(Command):
 
 
 @pytest.mark.parametrize("held_ranks", ["master", "workers", "all"])
-def test_command_after_an_interrupt_works(two, held_ranks):
+def test_command_after_an_interrupt_works(session_of_two, held_ranks):
     signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
     Hold.prepare()
     with time_limit(), pytest.raises(KeyboardInterrupt):
         signal.setitimer(signal.ITIMER_REAL, 0.2)
-        two.run(Hold(held_ranks))
+        session_of_two.run(Hold(held_ranks))
     Hold.release()
-    assert two.run(GatherMessages((3,))) == 2
+    assert session_of_two.run(GatherMessages((3,))) == 2
 
 
 @pytest.mark.slow
-def test_close_after_an_interrupt_is_quick(two):
+def test_close_after_an_interrupt_is_quick(session_of_two):
     signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         signal.setitimer(signal.ITIMER_REAL, 0.1)
-        two.run(Sleep(60, "workers"))
+        session_of_two.run(Sleep(60, "workers"))
     with time_limit():
         ranks.close_session()
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
 
 
-def test_workers_do_not_touch_signals_and_stdin_of_the_master(two):
-    assert two.run(GatherSignalHandlers())[1] == (True, True, os.devnull)
+def test_workers_reset_signal_handlers_and_stdin(session_of_two):
+    assert session_of_two.run(GatherSignalHandlers())[1] == (True, True, os.devnull)
 
 
 class SignalRaised(Exception):
@@ -152,7 +152,7 @@ def test_defer_signals_allows_removing_a_handler():
     try:
         with defer_signals():
             restore_handler(signal.SIGALRM, handler, signal.SIG_IGN)
-            restore_handler(signal.SIGINT, handler, signal.SIG_IGN)  # it is not ready
+            restore_handler(signal.SIGINT, handler, signal.SIG_IGN)  # not the current handler
         assert signal.getsignal(signal.SIGALRM) is signal.SIG_IGN
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
@@ -195,16 +195,16 @@ class ImportPackage(Command):
         rank.barrier()
 
 
-def test_death_while_the_master_imports_keeps_the_package_whole(two, tmp_path, monkeypatch):
+def test_death_while_the_master_imports_keeps_the_package_whole(session_of_two, tmp_path, monkeypatch):
     package = tmp_path / "killing_package"
     package.mkdir()
     (package / "part.py").write_text("value = 3")
-    pid = next(iter(two.worker_pids.values()))
+    pid = next(iter(session_of_two.worker_pids.values()))
     kill = (
         f"import os, time\nos.kill({pid}, 9)\nend = time.monotonic() + 0.3\nwhile time.monotonic() < end:\n    pass\n"
     )
     (package / "__init__.py").write_text(f"import killing_package.part\n{kill}value = killing_package.part.value\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with time_limit(), pytest.raises(ranks.WorkerError, match="SIGKILL"):
-        two.run(ImportPackage("killing_package"))
+        session_of_two.run(ImportPackage("killing_package"))
     assert importlib.import_module("killing_package").value == 3

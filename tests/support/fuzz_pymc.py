@@ -113,34 +113,34 @@ class ModelBuilder:
 
     Attributes
     ----------
-    words : list of str
+    choices : list of str
         Names of the choices drawn so far.
     model : pymc.Model
     """
 
     def __init__(self, seed: int):
-        self.source, self.rng = random.Random(seed), np.random.default_rng(seed)
-        self.words: list[str] = []
-        self.n_rows = self.source.randint(2, 12)
+        self.choices_rng, self.rng = random.Random(seed), np.random.default_rng(seed)
+        self.choices: list[str] = []
+        self.n_rows = self.choices_rng.randint(2, 12)
         self._counter = 0
         self.group = self.rng.integers(0, 3, self.n_rows)
         self.other_group = self.rng.integers(0, 2, self.n_rows)
         self.x = self.rng.normal(size=(self.n_rows, WIDTH))
-        with pm.Model(check_bounds=self.source.random() < 0.9) as model:
+        with pm.Model(check_bounds=self.choices_rng.random() < 0.9) as model:
             self.model = model
             if not model.check_bounds:
-                self.words.append("unchecked")
-            for number in range(self.source.choice([1, 1, 2])):
+                self.choices.append("unchecked")
+            for number in range(self.choices_rng.choice([1, 1, 2])):
                 self._add_likelihood(f"y{number}")
             if not model.continuous_value_vars:
                 self._parameter("real")
-        if self.source.random() < 0.1:
+        if self.choices_rng.random() < 0.1:
             self._intervene()
 
-    def _choose(self, words: str, *options: Any) -> Any:
-        """Return one of the options, and record its number."""
-        number = self.source.randrange(len(options))
-        self.words.append(f"{words} {number}")
+    def _choose(self, name: str, *options: Any) -> Any:
+        """Return one of the options, and record its name and number."""
+        number = self.choices_rng.randrange(len(options))
+        self.choices.append(f"{name} {number}")
         return options[number]
 
     def _name(self) -> str:
@@ -149,17 +149,17 @@ class ModelBuilder:
 
     # -- data and parameters -------------------------------------------------------------------------------------
 
-    def _hold(self, values: Any) -> Any:
+    def _wrap_data(self, values: Any) -> Any:
         """Return data as an array, a constant or ``pm.Data``."""
-        kind = self.source.randrange(3)
+        kind = self.choices_rng.randrange(3)
         return values if kind == 0 else pt.as_tensor(values) if kind == 1 else pm.Data(self._name(), values)
 
     def _parameter(self, kind: str, shape: Any = ()) -> Any:
-        name, source = self._name(), self.source
+        name, choices_rng = self._name(), self.choices_rng
         if kind == "real":
-            if source.random() < 0.3 and shape:
+            if choices_rng.random() < 0.3 and shape:
                 center, spread = self._parameter("real"), self._parameter("positive")
-                if source.random() < 0.5:
+                if choices_rng.random() < 0.5:
                     return center + spread * pm.Normal(name, shape=shape)
                 return pm.Normal(name, center, spread, shape=shape)
             priors: list[Callable[..., Any]] = [
@@ -177,26 +177,26 @@ class ModelBuilder:
             ]
         else:
             priors = [lambda: pm.Beta(name, 2, 2, shape=shape), lambda: pm.Uniform(name, 0, 1, shape=shape)]
-        return source.choice(priors)()
+        return choices_rng.choice(priors)()
 
     # -- expressions with an element for each row, or one for all rows -------------------------------------------
 
-    def _real(self) -> Any:
+    def _draw_real(self) -> Any:
         x, group = self.x, self.group
         expression = self._choose(
             "real",
             lambda: self._parameter("real"),
-            lambda: self._parameter("real", 3)[self._hold(group)],
-            lambda: self._parameter("real") + pm.math.dot(self._hold(x), self._parameter("real", WIDTH)),
-            lambda: self._parameter("real", 3)[group] + self._parameter("real") * self._hold(x[:, 0]),
-            lambda: (self._parameter("real", (3, WIDTH))[group] * self._hold(x)).sum(axis=-1),
-            lambda: self._parameter("real", (3, 2))[self._hold(group), self._hold(self.other_group)],
-            lambda: pt.switch(self._hold(x[:, 1]) > 0, self._real_of_rows(), self._parameter("real")),
-            lambda: self._parameter("real") * self._hold(x[:, 2]) ** 2 - self._real_of_rows(),
+            lambda: self._parameter("real", 3)[self._wrap_data(group)],
+            lambda: self._parameter("real") + pm.math.dot(self._wrap_data(x), self._parameter("real", WIDTH)),
+            lambda: self._parameter("real", 3)[group] + self._parameter("real") * self._wrap_data(x[:, 0]),
+            lambda: (self._parameter("real", (3, WIDTH))[group] * self._wrap_data(x)).sum(axis=-1),
+            lambda: self._parameter("real", (3, 2))[self._wrap_data(group), self._wrap_data(self.other_group)],
+            lambda: pt.switch(self._wrap_data(x[:, 1]) > 0, self._real_of_rows(), self._parameter("real")),
+            lambda: self._parameter("real") * self._wrap_data(x[:, 2]) ** 2 - self._real_of_rows(),
             lambda: pt.stack([self._real_of_rows(), self._real_of_rows()], axis=1)[
                 np.arange(self.n_rows), self.other_group
             ],
-            lambda: pm.math.dot(self._hold(np.concatenate([x, x])), self._parameter("real", WIDTH))[: self.n_rows],
+            lambda: pm.math.dot(self._wrap_data(np.concatenate([x, x])), self._parameter("real", WIDTH))[: self.n_rows],
             lambda: pt.concatenate([self._parameter("real", 1), self._parameter("real", 2)])[group],
             lambda: pt.clip(self._real_of_rows(), -3, 3),
             lambda: pm.Deterministic(self._name(), self._real_of_rows()),
@@ -206,7 +206,7 @@ class ModelBuilder:
 
     def _real_of_rows(self) -> Any:
         expression = self._parameter("real", 3)[self.group]
-        return expression if self.source.random() < 0.5 else expression + self.x @ self._parameter("real", WIDTH)
+        return expression if self.choices_rng.random() < 0.5 else expression + self.x @ self._parameter("real", WIDTH)
 
     def _real_of_picked_rows(self) -> Any:
         index = self.rng.integers(0, 2 * self.n_rows, self.n_rows)
@@ -218,12 +218,12 @@ class ModelBuilder:
             "positive",
             lambda: self._parameter("positive"),
             lambda: self._parameter("positive"),
-            lambda: self._parameter("positive", 3)[self._hold(self.group)],
-            lambda: pt.exp(self._real()),
-            lambda: pt.softplus(self._real()),
-            lambda: self._real() ** 2 + 0.1,
-            lambda: self._hold(self.rng.gamma(2, size=self.n_rows) + 0.1) * self._parameter("positive"),
-            lambda: abs(self._real()),
+            lambda: self._parameter("positive", 3)[self._wrap_data(self.group)],
+            lambda: pt.exp(self._draw_real()),
+            lambda: pt.softplus(self._draw_real()),
+            lambda: self._draw_real() ** 2 + 0.1,
+            lambda: self._wrap_data(self.rng.gamma(2, size=self.n_rows) + 0.1) * self._parameter("positive"),
+            lambda: abs(self._draw_real()),
             lambda: self._parameter("positive") + self._parameter("positive") * self.x[:, 0],  # negative for some rows
         )()
         return expression
@@ -233,17 +233,17 @@ class ModelBuilder:
             "unit",
             lambda: self._parameter("unit"),
             lambda: self._parameter("unit", 3)[self.group],
-            lambda: pt.sigmoid(self._real()),
-            lambda: pm.math.invprobit(self._real()),
-            lambda: 1 - pt.exp(-pt.exp(self._real())),
+            lambda: pt.sigmoid(self._draw_real()),
+            lambda: pm.math.invprobit(self._draw_real()),
+            lambda: 1 - pt.exp(-pt.exp(self._draw_real())),
             lambda: 0.5 + self._real_of_rows() / 4,  # beyond 0 and 1 for some rows
         )()
 
     def _vector(self) -> Any:
-        if self.source.random() < 0.3:
+        if self.choices_rng.random() < 0.3:
             return self._parameter("real", WIDTH)
         return (
-            self._hold(self.x) @ self._parameter("real", (WIDTH, WIDTH))
+            self._wrap_data(self.x) @ self._parameter("real", (WIDTH, WIDTH))
             + self._parameter("real", (3, WIDTH))[self.group]
         )
 
@@ -251,15 +251,15 @@ class ModelBuilder:
         if kind in ("real", "positive", "unit", "vector"):
             return getattr(self, f"_{kind}")()
         if kind == "low":
-            return -3 - self._positive() if self.source.random() < 0.7 else -3
+            return -3 - self._positive() if self.choices_rng.random() < 0.7 else -3
         if kind == "high":
-            return 3 + self._positive() if self.source.random() < 0.7 else 3
+            return 3 + self._positive() if self.choices_rng.random() < 0.7 else 3
         if kind == "small":
             return 0.05 * self._unit()
         if kind == "trials":
-            return self._hold(7 + self.group) if self.source.random() < 0.5 else 9
+            return self._wrap_data(7 + self.group) if self.choices_rng.random() < 0.5 else 9
         if kind == "cutpoints":
-            if self.source.random() < 0.5:
+            if self.choices_rng.random() < 0.5:
                 return np.array([-1.0, 1.0])
             ordered = pm.distributions.transforms.ordered
             return pm.Normal(self._name(), shape=2, transform=ordered, initval=[-1.0, 1.0])
@@ -271,10 +271,10 @@ class ModelBuilder:
                 lambda: pm.math.softmax(self._vector(), axis=-1),
             )()
         if kind == "positive vector":
-            return pt.exp(self._vector()) if self.source.random() < 0.6 else self._parameter("positive", WIDTH)
+            return pt.exp(self._vector()) if self.choices_rng.random() < 0.6 else self._parameter("positive", WIDTH)
         if kind in ("factor", "covariance"):
             factor = np.tril(np.ones((WIDTH, WIDTH)))
-            if self.source.random() < 0.5:
+            if self.choices_rng.random() < 0.5:
                 factor = pt.tril(factor) * self._parameter("positive", WIDTH)[:, None]
             return factor if kind == "factor" else factor @ factor.T + np.eye(WIDTH)
         return {"zero": 0, "five": 5, "population": 30}[kind]
@@ -283,7 +283,7 @@ class ModelBuilder:
 
     def _values(self, kind: str) -> Any:
         n, rng = self.n_rows, self.rng
-        far = self.source.choice([1, 1, 5])
+        far = self.choices_rng.choice([1, 1, 5])
         if kind == "simplex":
             return rng.dirichlet(np.ones(WIDTH), n)
         if kind == "counts of five":
@@ -303,41 +303,41 @@ class ModelBuilder:
         }[kind]
 
     def _add_likelihood(self, name: str) -> None:
-        family = self.source.choice(list(FAMILIES))
+        family = self.choices_rng.choice(list(FAMILIES))
         kinds, value_kind = FAMILIES[family]
         distribution = getattr(pm, family.split()[0])
-        self.words.append(family)
+        self.choices.append(family)
         order = list(kinds)
-        self.source.shuffle(order)  # the order of parameters decides the order of PyTensor's rewrites
+        self.choices_rng.shuffle(order)  # the order of parameters decides the order of PyTensor's rewrites
         arguments = {argument: self._argument(kinds[argument]) for argument in order}
         values = self._values(value_kind)
-        form = self.source.random()
+        form = self.choices_rng.random()
         if form < 0.1 and family in CENSORED:
-            self.words.append("censored")
+            self.choices.append("censored")
             low, high = np.quantile(values, [0.2, 0.8])
             values = np.clip(values, low, high)
             pm.Censored(name, distribution.dist(**arguments), low, high, observed=values)
         elif form < 0.2 and family in CENSORED:
-            self.words.append("truncated")
+            self.choices.append("truncated")
             pm.Truncated(name, distribution.dist(**arguments), values.min() - 0.5, None, observed=values)
         elif form < 0.2 and value_kind in ("real", "positive", "count"):
-            self.words.append("mixture")
+            self.choices.append("mixture")
             others = [self._argument(kind) for kind in kinds.values()]
             components = [distribution.dist(**arguments), distribution.dist(**dict(zip(kinds, others, strict=True)))]
             weights = pm.Dirichlet(self._name(), np.ones(2))
             pm.Mixture(name, w=weights, comp_dists=components, observed=values)
         elif form < 0.3:
-            self.words.append("potential")
+            self.choices.append("potential")
             shape = () if value_kind in ("vector", "simplex", "counts of five") else (self.n_rows,)
             terms = pm.logp(distribution.dist(**arguments, **({"shape": shape} if shape else {})), values)
             pm.Potential(name, self._choose("terms", terms, terms.sum(), 2 * terms.mean() - terms.sum() / 3))
         elif form < 0.4 and values.ndim == 1 and value_kind in ("real", "positive", "unit", "count", "binary"):
-            self.words.append("missing")
+            self.choices.append("missing")
             mask = self.rng.random(self.n_rows) < 0.3
             mask[0] = True
             distribution(name, **arguments, observed=np.ma.masked_array(values, mask))
         else:
-            distribution(name, **arguments, observed=self._hold(values))
+            distribution(name, **arguments, observed=self._wrap_data(values))
 
     def _intervene(self) -> None:
         free = [variable for variable in self.model.free_RVs if variable.type.ndim == 0]
@@ -345,12 +345,12 @@ class ModelBuilder:
             value is not None for value in self.model.rvs_to_initial_values.values()
         ):
             return  # a density needs a parameter, and PyMC cannot change a model with initial values
-        if free and self.source.random() < 0.5:
-            self.words.append("do")
-            self.model = pm.do(self.model, {self.source.choice(free).name: 0.5})
+        if free and self.choices_rng.random() < 0.5:
+            self.choices.append("do")
+            self.model = pm.do(self.model, {self.choices_rng.choice(free).name: 0.5})
         elif free:
-            self.words.append("observe")
-            self.model = pm.observe(self.model, {self.source.choice(free).name: 0.5})
+            self.choices.append("observe")
+            self.model = pm.observe(self.model, {self.choices_rng.choice(free).name: 0.5})
 
 
 class Case:
@@ -362,7 +362,7 @@ class Case:
         self.rng = np.random.default_rng(seed)
 
     def __str__(self) -> str:
-        return ", ".join([f"{self.builder.n_rows} rows", *self.builder.words])
+        return ", ".join([f"{self.builder.n_rows} rows", *self.builder.choices])
 
     def points(self) -> Iterator[tuple[float, dict[str, Any]]]:
         start = self.model.initial_point(random_seed=0)
@@ -375,11 +375,11 @@ class Case:
                 },
             )
 
-    def check(self, has_value_function: bool) -> None:
+    def check(self, checks_value_alone: bool) -> None:
         """Compare value and gradient, and the value that is computed without a gradient."""
         parallel, model = data_parallel(self.model), self.model
         functions = [_compile(variant) for variant in (parallel, model)]
-        values = [variant.compile_logp(mode="FAST_COMPILE") for variant in (parallel, model) if has_value_function]
+        values = [variant.compile_logp(mode="FAST_COMPILE") for variant in (parallel, model) if checks_value_alone]
         for noise, point in self.points():
             for quantity, results in zip(
                 ("value", "gradient"), zip(*[f(point) for f in functions], strict=True), strict=True
@@ -426,19 +426,17 @@ def make_inference_data(posterior: dict[str, np.ndarray]) -> Any:
     return arviz.from_dict(groups) if arviz.__version__ >= "1" else arviz.from_dict(**groups)
 
 
-def compare(parallel: Any, serial: Any, words: str) -> None:
+def compare(parallel: Any, serial: Any, case: str) -> None:
     """Raise AssertionError if results of ranks differ from PyMC's."""
     parallel, serial = np.asarray(parallel), np.asarray(serial)
     is_finite = np.isfinite(serial)
     scale = np.abs(serial[is_finite]).max(initial=1e-3)
-    if (words.startswith("gradient") or "unchecked" in words) and not is_finite.all():
+    if (case.startswith("gradient") or "unchecked" in case) and not is_finite.all():
         # At points without a density, rewrites with the values of arrays can give nan for infinity, or another sign.
-        assert not np.isfinite(parallel[~is_finite]).any() or np.isnan(serial).any(), (
-            f"{words}: {parallel} for {serial}"
-        )
+        assert not np.isfinite(parallel[~is_finite]).any() or np.isnan(serial).any(), f"{case}: {parallel} for {serial}"
     else:
-        np.testing.assert_array_equal(parallel[~is_finite], serial[~is_finite], err_msg=words)
-    np.testing.assert_allclose(parallel[is_finite], serial[is_finite], rtol=1e-7, atol=1e-9 * scale, err_msg=words)
+        np.testing.assert_array_equal(parallel[~is_finite], serial[~is_finite], err_msg=case)
+    np.testing.assert_allclose(parallel[is_finite], serial[is_finite], rtol=1e-7, atol=1e-9 * scale, err_msg=case)
 
 
 def main() -> int:

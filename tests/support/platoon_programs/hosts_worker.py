@@ -22,7 +22,7 @@ def barrier():
     worker.all_reduce(np.zeros(1), "sum")
 
 
-# of this host: shared parameters, the lock, mini-batches, and the controller's decisions
+# Operations within this host: shared parameters, the lock, mini-batches, and the controller's decisions.
 param = theano.shared(np.arange(4, dtype="float32") + 10 * rank)
 for turn in (0, 1):
     if local_rank == turn:
@@ -46,7 +46,7 @@ record["batches"] = []
 while worker.send_req("next") == "train":
     record["batches"] += worker.recv_mb()
 
-# of all hosts
+# Operations over all hosts.
 array = np.arange(6, dtype="float32").reshape(2, 3) / 3 + rank
 record["reduced"] = {op: worker.all_reduce(array, op) for op in ("sum", "prod", "max", "min")}
 mean, local, central = theano.shared(array), theano.shared(array), theano.shared(np.ones_like(array))
