@@ -126,7 +126,7 @@ def to_data(session: Session, position: int, variable: SharedVariable, value: ob
     array = _to_array(variable, value)
     if array.nbytes > _MAX_BUFFERED_NBYTES:
         return copy_to_shared(array)
-    return session.registry.get_or_create(_ValueBuffers).copy((position, array.ndim), array)
+    return session.registry.get_or_create(_ValueBuffers).write_to_data((position, array.ndim), array)
 
 
 def _to_array(variable: SharedVariable, value: object) -> np.ndarray:

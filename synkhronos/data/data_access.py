@@ -75,10 +75,10 @@ class SharedBuffers:
 
         All arrays with the same key have the same number of dimensions.
         """
-        return self.copy(key, array, rows)._get_array_location()
+        return self.write_to_data(key, array, rows)._get_array_location()
 
-    def copy(self, key: Any, array: np.ndarray, rows: Selection | None = None) -> Data:
-        """Return the buffer of a key with a copy of an array's rows; see `write`."""
+    def write_to_data(self, key: Any, array: np.ndarray, rows: Selection | None = None) -> Data:
+        """Copy rows as `write` does, and return the buffer."""
         buffer = self._buffers.get(key)
         if buffer is None or buffer._dtype != array.dtype or buffer._session is not ranks.get_session():
             buffer = self._buffers[key] = Data(array.dtype, array.ndim)

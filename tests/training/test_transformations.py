@@ -192,7 +192,7 @@ def test_chain_applies_transformations_in_order():
 
 
 def test_chain_of_user_transformation_and_rule():
-    def signs(grads, params):
+    def signs(grads, params, **options):
         return [g / abs(g) for g in grads]
 
     def half(loss_or_grads, params, weight=None):
@@ -305,25 +305,28 @@ def make_shared():
         ),
         (ValueError, "max_norm: expected a positive number, got 0", lambda: total_norm_constraint([make_shared()], 0)),
         (ValueError, "norm_axes: needed for a variable of 1 dim", lambda: norm_constraint(make_shared(), 1)),
-        (ValueError, "weight_decay: expected a number of at least 0, got -1", lambda: add_decayed_weights(-1)),
-        (
-            ValueError,
-            "weight_decay: expected a number of at least 0, got nan",
-            lambda: add_decayed_weights(float("nan")),
-        ),
-        (
-            TypeError,
-            "weight_decay: expected a positive number or a symbolic scalar, got None",
-            lambda: add_decayed_weights(None),
-        ),
+        *[
+            (
+                error,
+                f"weight_decay: expected a number of at least 0 or a symbolic scalar, got {value}",
+                functools.partial(add_decayed_weights, value),
+            )
+            for error, value in ((ValueError, -1), (ValueError, float("nan")), (TypeError, None))
+        ],
         (TypeError, "mask: expected a predicate of a parameter, got True", lambda: add_decayed_weights(0.1, mask=True)),
         (
             TypeError,
             "mask: expected a predicate of a parameter, got 'all'",
             lambda: adamw(make_shared().sum(), [make_shared()], mask="all"),
         ),
-        (ValueError, "factor: expected a finite number, got inf", lambda: scale(float("inf"))),
-        (TypeError, "factor: expected a positive number or a symbolic scalar, got 'half'", lambda: scale("half")),
+        *[
+            (
+                error,
+                f"factor: expected a finite number, a symbolic scalar or a function of a parameter, got {value!r}",
+                functools.partial(scale, value),
+            )
+            for error, value in ((ValueError, float("inf")), (TypeError, "half"))
+        ],
         (TypeError, "chain: expected transformations and an update rule, got 1.0", lambda: chain(1.0, sgd)),
         (ValueError, "chain: expected one update rule among the 1 parts, got 0", lambda: chain(clip(1))),
         (ValueError, "chain: expected one update rule among the 2 parts, got 2", lambda: chain(sgd, adam)),

@@ -30,7 +30,7 @@ import numpy as np
 from synkhronos import ranks
 from synkhronos.collectives.arguments import distribute_variables
 from synkhronos.engines.xla.spmd_program import SpmdProgram, get_jax_settings, map_sequentially
-from synkhronos.extensions.pymc.xla_sums import RankSumGraph, register_conversions, replace_sums
+from synkhronos.extensions.pymc.xla_sums import RankSumGraph, register_lowerings, replace_sums
 from synkhronos.extensions.rows_sum import DistributedSum
 from synkhronos.patching import replace_attribute
 from synkhronos.ranks import Command, Rank
@@ -47,7 +47,7 @@ def wrap_samplers() -> None:
     module = sys.modules.get(_PYMC_JAX_MODULE)
     if module is None or hasattr(module, "__synkhronos__"):
         return
-    register_conversions()
+    register_lowerings()
     for name in _LOGP_SIGNS:
         original = getattr(module, f"_sample_{name}_nuts")
         setattr(module, f"_sample_{name}_nuts", _wrap_sampler(name, original))
@@ -131,7 +131,7 @@ class RunSampler(Command):
 def _sample_on_this_rank(sampler_call: SamplerCall) -> tuple[Any, dict[str, Any]]:
     """Run PyMC's function on this rank.  Return draws and statistics."""
     module = importlib.import_module(_PYMC_JAX_MODULE)
-    register_conversions()
+    register_lowerings()
     signed_logp = module.get_jaxified_graph(inputs=sampler_call.inputs, outputs=[sampler_call.signed_logp])
     arguments = dict(sampler_call.arguments)
     changes: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()

@@ -1,9 +1,9 @@
 """Sums over rows in functions that XLA compiles.
 
-There are two conversions of a sum to JAX::
+There are two lowerings of a sum to JAX::
 
-    in a program of all ranks    `SpmdSums`     each rank adds its rows, and the program makes the all-reduce
-    in this process              `SumOverRows`  XLA calls Python, which calls the ranks
+    in an SPMD program    `SpmdSums`     each rank adds its rows, and the program makes the all-reduce
+    in this process       `SumOverRows`  XLA calls Python, which calls the ranks
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from synkhronos.graph_libraries.library import get_storage
 from synkhronos.lowering.differentiable_sums import fuse_sums, make_callback_sum
 from synkhronos.variable_types import Array, FunctionGraph, Node
 
-__all__ = ["RankSumGraph", "SpmdSums", "register_conversions", "replace_sums"]
+__all__ = ["RankSumGraph", "SpmdSums", "register_lowerings", "replace_sums"]
 
 
 class RankSumGraph(NamedTuple):
@@ -54,7 +54,7 @@ class SpmdSums(Op):
         return Apply(self, list(params), [graph.total.type() for graph in self.graphs])
 
     def perform(self, node: Node, inputs: Sequence[Array], output_storage: list[list[Any]]) -> None:
-        """Raise NotImplementedError: the Op has a conversion to JAX only."""
+        """Raise NotImplementedError: the Op has a lowering to JAX only."""
         raise NotImplementedError("SpmdSums is computed by XLA only")
 
     def do_constant_folding(self, fgraph: FunctionGraph, node: Node) -> bool:
@@ -86,19 +86,19 @@ def replace_sums(variable: Variable, make_graph: Callable[[DistributedSum], Rank
         variable = replace_variables(variable, nodes, replacements)
 
 
-def register_conversions() -> None:
-    """Register the conversions to JAX with PyTensor, whose module for them imports JAX."""
+def register_lowerings() -> None:
+    """Register the lowerings to JAX with PyTensor, whose module for them imports JAX."""
     from pytensor.link.jax.dispatch import jax_funcify
 
-    jax_funcify.register(SpmdSums)(_convert_spmd_sums)
-    jax_funcify.register(SumOverRows)(_convert_sum_over_rows)
+    jax_funcify.register(SpmdSums)(_lower_spmd_sums)
+    jax_funcify.register(SumOverRows)(_lower_sum_over_rows)
 
 
-def _convert_spmd_sums(op: SpmdSums, **_: Any) -> Callable[..., Any]:
+def _lower_spmd_sums(op: SpmdSums, **_: Any) -> Callable[..., Any]:
     """Return the sums as a function of JAX arrays."""
     program = SpmdProgram.current
     if program is None:
-        raise RuntimeError("SpmdSums can be converted to JAX only in a program of the ranks")
+        raise RuntimeError("SpmdSums can be lowered to JAX only in an SPMD program")
     functions = []
     for graph in op.graphs:
         rows = [get_storage(program.rank.get_object(key))[0] for key in graph.row_keys]
@@ -108,7 +108,7 @@ def _convert_spmd_sums(op: SpmdSums, **_: Any) -> Callable[..., Any]:
     return fuse_sums(functions, param_counts, [graph.float_positions for graph in op.graphs], program.all_reduce)
 
 
-def _convert_sum_over_rows(op: SumOverRows, **_: Any) -> Callable[..., Any]:
+def _lower_sum_over_rows(op: SumOverRows, **_: Any) -> Callable[..., Any]:
     """Return a sum as a function of JAX arrays that calls the ranks from this process."""
     distributed_sum = op.sum
     return make_callback_sum(

@@ -57,7 +57,7 @@ def chain(*parts: Any) -> UpdateRule:
     for part in parts:
         if not callable(part):
             raise TypeError(f"chain: expected transformations and an update rule, got {part!r}")
-    indexes = [i for i, part in enumerate(parts) if _is_rule(part)]
+    indexes = _find_update_rules(parts)
     if len(indexes) != 1:
         raise ValueError(f"chain: expected one update rule among the {len(parts)} parts, got {len(indexes)}")
     (index,) = indexes
@@ -222,10 +222,11 @@ def add_decayed_weights(weight_decay: Scalar, mask: Callable[[SharedVariable], b
     mask : callable, optional
         Predicate of a parameter: whether it decays, as in ``lambda p: p.ndim > 1``, which leaves out biases and norms.
     """
-    if is_number(weight_decay) and not 0 <= weight_decay < math.inf:
-        raise ValueError(f"weight_decay: expected a number of at least 0, got {weight_decay!r}")
+    expected = f"weight_decay: expected a number of at least 0 or a symbolic scalar, got {weight_decay!r}"
     if not is_number(weight_decay):
-        _check_positive_scalar("weight_decay", weight_decay)
+        find_library(expected, weight_decay)
+    elif not 0 <= weight_decay < math.inf:
+        raise ValueError(expected)
     if mask is not None and not callable(mask):
         raise TypeError(f"mask: expected a predicate of a parameter, got {mask!r}")
 
@@ -240,7 +241,7 @@ def add_decayed_weights(weight_decay: Scalar, mask: Callable[[SharedVariable], b
     return _set_name(f"add_decayed_weights({_format_option(weight_decay)})", transform)
 
 
-def scale(factor: Scalar) -> Transformation:
+def scale(factor: Scalar | Callable[[SharedVariable], Scalar]) -> Transformation:
     """Return a transformation that multiplies gradients, or the steps of a preceding rule, by a factor.
 
     Parameters
@@ -248,10 +249,12 @@ def scale(factor: Scalar) -> Transformation:
     factor : float, symbolic scalar, or callable
         A function of a parameter gives each its own: after a rule, learning rates by group.
     """
-    if is_number(factor) and not math.isfinite(factor):
-        raise ValueError(f"factor: expected a finite number, got {factor!r}")
-    if not callable(factor) and not is_number(factor):
-        _check_positive_scalar("factor", factor)
+    expected = f"factor: expected a finite number, a symbolic scalar or a function of a parameter, got {factor!r}"
+    if not callable(factor):
+        if not is_number(factor):
+            find_library(expected, factor)
+        elif not math.isfinite(factor):
+            raise ValueError(expected)
 
     def transform(grads: list[Variable], params: list[SharedVariable]) -> list[Variable]:
         factors = [factor(p) if callable(factor) else factor for p in params]
@@ -395,10 +398,12 @@ def _apply_transformations(
 # -- arguments -------------------------------------------------------------------------------------------------
 
 
-def _is_rule(part: Callable[..., Any]) -> bool:
-    """Whether a part of a chain is an update rule: these have an argument ``weight``."""
-    parameters = inspect.signature(part).parameters
-    return "weight" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+def _find_update_rules(parts: Sequence[Callable[..., Any]]) -> list[int]:
+    """Return the indexes of the update rules: the parts with an argument ``weight``, or else with ``**kwargs``."""
+    signatures = [inspect.signature(part).parameters for part in parts]
+    return [i for i, parameters in enumerate(signatures) if "weight" in parameters] or [
+        i for i, parameters in enumerate(signatures) if any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    ]
 
 
 def _check_positive_scalar(name: str, value: object) -> None:
