@@ -1,7 +1,7 @@
 """Checks of the arguments of collectives, in the master, before anything is sent.
 
-Values are put into shared memory as `Data`.  A selection of rows is a range, or an index array in shared memory.  So
-commands contain locations and no arrays.
+Commands contain no arrays, only locations in shared memory.  Values are copied there as `Data`.  A selection of rows is
+a range, or the location of an index array.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def parse_variables(
 ) -> tuple[list[Any], bool]:
     """Check the shared variables of a collective.  Return a list of them, and whether the argument was a single one.
 
-    Raise TypeError or ValueError if one is not a shared variable of arrays, or of an allowed random generator, if no
-    function uses it, or if it is given twice.
+    Raise TypeError or ValueError for a variable that holds neither an array nor an allowed random generator, that no
+    function uses, or that is given twice.
     """
     is_single = not isinstance(shared_vars, list | tuple)
     variables = [shared_vars] if is_single else list(shared_vars)
@@ -72,9 +72,9 @@ def _check_variable(replicator: Replicator, variable: SharedVariable, allow_gene
 def distribute_variables(
     session: Session, variables: Sequence[SharedVariable], makes_ranks_differ: bool = False
 ) -> tuple[Any, ...]:
-    """Send variables to the workers that don't have them, and return the variables' keys, for a collective.
+    """Send a collective's variables to the workers that lack them, and return the variables' keys.
 
-    It is called after all arguments have been checked, since a call that raises must not send copies to the workers.
+    Callers first check all arguments, since a call that raises must not send copies to the workers.
     ``makes_ranks_differ`` is whether the collective gives each rank values of its own.
     """
     replicator = Replicator.get_or_create(session)
@@ -175,9 +175,9 @@ def select_all_rows(value: Data) -> range:
 
 
 def copy_selection_to_shared(selection: Selection, buffers: list[Data]) -> range | ArrayLocation:
-    """Return a selection in the form that commands contain; indexes are copied into shared memory.
+    """Convert a selection to the form that commands contain: indexes are copied into shared memory.
 
-    Their Data object is appended to ``buffers``, which the caller keeps until the command has run.
+    The `Data` object of the indexes is appended to ``buffers``.  The caller keeps it until the command has run.
     """
     if isinstance(selection, range):
         return selection

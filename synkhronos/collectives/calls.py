@@ -1,7 +1,7 @@
 """The collectives of the public interface.
 
-Each function takes one shared variable, or a list or tuple of them.  It checks its arguments, and runs one command on
-all ranks, or two if there are random generators among the variables.
+Each function takes one shared variable, or a list or tuple of them.  The function checks its arguments, and runs one
+command on all ranks, or two if there are random generators among the variables.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The commands that the collectives send to the ranks.
 
-A command that transfers arrays of several ranks begins with `prepare_replicas`, an all-gather of layouts.  Then all
-ranks derive from the same data whether the collective is possible, and which communicator transfers the arrays: that of
-their device, or that of `NUMPY`.  So nothing is changed before all checks have passed on every rank.
+A command that transfers arrays of several ranks begins with `prepare_replicas`, an all-gather of layouts.  From this
+common data, every rank derives whether the collective is possible, and whether the communicator of its device or that
+of `NUMPY` transfers the arrays.  Nothing is changed before all checks have passed on every rank.
 
 A repeated `all_reduce`, as in a training loop, only compares a digest while the layouts don't change (`AllReducePlan`).
 """
@@ -49,7 +49,7 @@ class _Transfer(NamedTuple):
 class _TransferCache(BoundedCache[Any, tuple[list[_Transfer], bool]]):
     """A rank's transfers, and whether they need a connection of its own device.
 
-    They are cached by the layouts of all ranks, and the arguments ``uses_device_communicator`` and ``op``.
+    The cache key is the layouts of all ranks, ``uses_device_communicator`` and ``op``.
     """
 
 
@@ -114,8 +114,8 @@ def prepare_replicas_of_variables(
 class VariableReplica:
     """One rank's replica of a variable in a collective, with the layouts of all ranks' replicas.
 
-    ``device`` owns the value on every rank.  It is for GPUs if any rank's value is on a GPU: others may be NumPy arrays
-    that users have assigned, which are moved.
+    ``device`` owns the value on every rank.  If any rank's value is on a GPU, it is a device for GPUs, and NumPy arrays
+    that users have assigned on other ranks are moved to it.
     ``transport_device`` is the device whose communicator transfers the value: ``device``, or `NUMPY`.
     """
 
@@ -301,7 +301,7 @@ class ReduceScatter(Command):
     uses_device_communicator: bool
 
     def run(self, rank: Rank) -> None:
-        """Check that all variables have equal shapes that can be divided, then reduce."""
+        """Check that each variable has equal shapes on all ranks, with rows to divide, then reduce."""
         replicas = prepare_replicas(rank, self.variable_keys, self.uses_device_communicator, self.op)
         shares = []
         for replica in replicas:
@@ -401,12 +401,12 @@ class PlannedVariable(NamedTuple):
 class AllReducePlan(NamedTuple):
     """Layouts of a repeated all-reduce, and generation of the device's connection; equal on all ranks.
 
-    It does not refer to arrays, since an array is only written in place if its container has the only reference.  Each
-    rank with a valid plan passes the digest to `Rank.compare_digests`.  ``device_communicator`` is that of the rank's
-    device, also where host memory transfers the variables.
+    A plan holds no reference to arrays: an array is written in place only if its container holds the only reference.
+    Each rank with a valid plan passes the digest to `Rank.compare_digests`.  ``device_communicator`` is the
+    communicator of the rank's device, even if the variables are transferred through host memory.
 
-    Ranks start a small all-reduce, with ``starts_early``, before they compare digests.  Its results are written into
-    ``targets``, one array for each variable or None, so that the variables are unchanged if some rank does not start.
+    With ``starts_early``, ranks start a small all-reduce before they compare digests.  The results are written into
+    ``targets`` (an array or None for each variable), so the variables are unchanged if some rank does not start.
     """
 
     variables: list[PlannedVariable]
@@ -432,7 +432,7 @@ class AllReducePlan(NamedTuple):
         starts_early = 0 < nbytes <= device_communicator.max_early_nbytes and all(
             variable.communicator is device_communicator for variable in variables
         )
-        # It differs from the digest of `prepare_replicas`, by which a rank without a valid plan compares its layouts.
+        # This digest differs from the one in `prepare_replicas`, which a rank without a valid plan compares.
         digest = rank.compute_digest(("plan", layouts, generation))
         return cls(variables, device_communicator, generation, digest, starts_early, [None] * len(variables))
 
@@ -515,10 +515,10 @@ class AllReducePlan(NamedTuple):
 
 
 class _StartedAllReduce(PendingOperation):
-    """An all-reduce of ``plan``, if not None, that a rank has started early, and whose results it has not stored yet.
+    """An all-reduce that a rank has started early, whose results it has not stored yet; ``plan`` is None without one.
 
-    Once all ranks have started it, each of them has to store the results.  A rank that is interrupted before this
-    stores them at the end of the failed command.
+    Once all ranks have started the all-reduce, each of them has to store the results.  A rank that is interrupted in
+    between stores them at the end of the failed command.
     """
 
     def __init__(self, rank: Rank):
@@ -537,7 +537,7 @@ class _StartedAllReduce(PendingOperation):
         self.plan, self.results = None, []
 
     def store(self) -> None:
-        """Store the results of an all-reduce that all ranks have started; they may not be complete yet."""
+        """Store the results of an all-reduce that all ranks have started.  The results may not be complete yet."""
         plan = self.plan
         assert plan is not None
         with defer_signals():  # the launch in `rewrap` deletes the old objects
@@ -634,7 +634,7 @@ class SetGenerators(Command):
 
 
 def gather_pickles(rank: Rank, pickled: bytes) -> list[Any]:
-    """Gather a pickled object of each rank in the master, and return the objects; an empty list in workers."""
+    """Gather a pickled object of each rank.  Return the objects in the master, an empty list in workers."""
     layouts: list[ArrayLayout] = [((length,), np.dtype(np.uint8)) for length in rank.all_gather(len(pickled))]
     out = [np.empty(*layout) for layout in layouts] if rank.is_master else None
     NUMPY.get_communicator(rank).gather(np.frombuffer(pickled, np.uint8), rank.master_rank, layouts, out)
@@ -647,7 +647,7 @@ def _can_concatenate(layouts: Sequence[ArrayLayout]) -> bool:
 
 
 def _allocate_gathered(device: Device, layouts: Sequence[ArrayLayout], nd_up: int) -> tuple[Any, list[Any]]:
-    """Allocate the result of a gather; return it, and for each rank the items of it that the rank's array fills.
+    """Allocate the result of a gather.  Return it, and for each rank the items that the rank's array fills.
 
     The result is a list of arrays if the shapes don't fit into one array.
     """
