@@ -1,32 +1,33 @@
 """Agreement on the last barrier that all ranks reached before a command failed.
 
-If one rank does not start a collective on GPUs, it never ends on the others, so all ranks must cancel it.  If all ranks
-have started it, it completes, so no rank may cancel it.  When a command fails, all ranks therefore have to agree on the
+A collective on GPUs completes only if every rank starts it.  If one rank does not start it, all ranks must cancel it.
+If all ranks have started it, no rank may cancel it.  When a command fails, all ranks therefore have to agree on the
 last barrier that all of them had reached (the *last common barrier*), although they notice the failure at different
 times.  The barrier's number is recorded once; the command is then *decided*.
-
 *On one host* each rank reads the counters of all.  A rank that fails marks the command as failed, reads the
 counters, and records the last common barrier, unless another rank has.
 
-*On several hosts* a host gets the counters of others with a delay.  So a host reports the last barrier that all of its
-ranks have reached.  Once it has noticed the failure of a command, it reports no more barriers of it::
-
+*On several hosts* a host gets the counters of others with a delay.  Each host therefore reports the last barrier that
+all of its own ranks have reached.  Once it has noticed the failure of a command, it reports no more barriers of that
+command::
     state of each host, for one command                    sent by its agent to all others
     open ──┬── all its ranks have reached a barrier ────>  BARRIER, for each one
            └── a rank of it has failed,
                or another host has sent FAILED ─────────>  FAILED, once, and no BARRIER of this command after it
     decided ── all hosts have sent FAILED ──────────────>  nothing: the last common barrier is the minimum of BARRIERs
 
-Messages of a host arrive in order.  So after all hosts have sent FAILED, all hosts have the same last BARRIER of every
+Messages of a host arrive in order, so after all hosts have sent FAILED, all hosts know the same last BARRIER of every
 host.  Only agents take part, so a rank that computes for minutes does not delay the decision.  If a host stops sending,
 it is lost, and the session ends.
 
-Two invariants make this correct.  First, the process that decides (a failing rank, or an agent) reads the counters
-*after* the failure was marked, and a rank reads the mark *after* it has written its counter.  So if a rank reads that
-all ranks have arrived and no failure is marked, the deciding process reads the same counters: a rank passes a barrier
-only if the last common barrier is not before that barrier.  Second, a host starts the next command only after the last
-one is decided there, as every other host sends FAILED before it receives the next command.
+Two invariants make this correct:
 
+- The process that decides (a failing rank, or an agent) reads the counters *after* the failure was marked, and a rank
+  reads the mark *after* it has written its counter.  If a rank sees that all ranks have arrived and that no failure is
+  marked, the deciding process therefore reads the same counters.  Hence the last common barrier is never before a
+  barrier that some rank has passed.
+- A host starts the next command only after the last one is decided there, because every other host sends FAILED before
+  it receives the next command.
 `tests/ranks/test_agreement.py` explores all interleavings.
 """
 
@@ -63,8 +64,8 @@ def read_last_common_barrier(words: Any, command_number: int) -> int | None:
 class BarrierTally:
     """The last barrier and the failed commands that each host has reported; ``host`` is the number of this one.
 
-    ``barrier_numbers`` has the number of the last barrier that each host has reported.  ``undecided`` has for each host
-    the numbers of the failed commands that are not decided, and of the last barrier that it had reported before each.
+    ``barrier_numbers`` has the last barrier that each host has reported.  ``undecided`` has for each host the numbers
+    of its undecided failed commands, each with the last barrier that the host had reported before.
     ``last_failed_command`` is the last failed command that this host has reported.
     """
 
@@ -77,8 +78,8 @@ class BarrierTally:
     def record_own_state(self, failed_command: int, barrier_number: int) -> tuple[bool, bool]:
         """Record the state of this host.  Return whether to send BARRIER, and whether to send FAILED after it.
 
-        ``failed_command`` is the number of the last command that failed.  It is read before ``barrier_number``, which
-        is that of the last barrier that all ranks of this host have reached.
+        ``failed_command`` is the number of the last command that failed, and must be read first.  ``barrier_number`` is
+        that of the last barrier that all ranks of this host have reached.
         """
         sends_barrier = (
             barrier_number > self.barrier_numbers[self._host]

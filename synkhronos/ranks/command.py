@@ -33,17 +33,18 @@ class RowAccess(NamedTuple):
 class Command(ABC):
     """A small picklable object whose method `run` every rank runs, including the master's.
 
-    A command is sent once and may run many times from the same object: `run` must not change it.  So it is a
-    frozen dataclass, or a named tuple where it is posted at every call: a tuple is created, hashed and compared faster.
+    A command is sent once and may run many times from the same object, so `run` must not change it.  It is a frozen
+    dataclass, or, if it is posted at every call, a named tuple, which is faster to create, hash and compare.
     """
 
     __slots__ = ()
 
     @property
     def effect(self) -> str | None:
-        """Effect of the command, as a sentence for errors ("The function's updates were applied"); None if it has none.
+        """Effect of the command, as a sentence for errors such as "The function's updates were applied"; or None.
 
-        A command with an effect calls `Rank.record_applied` after it has applied it.  The error of a failed command
+        A command with an effect calls `Rank.record_applied` once the effect is applied.  The error of a failed command
+        names the ranks on which it is.
         names the ranks that have.
         """
         return None
@@ -77,7 +78,7 @@ class Command(ABC):
 
 @dataclass(frozen=True, slots=True)
 class LongCommand(Command):
-    """Stands for a command that is too long for the mailbox, whose pickle is in a segment."""
+    """Stand-in for a command that is too long for the mailbox: a segment has the command's pickle."""
 
     location: ArrayLocation
 

@@ -132,7 +132,7 @@ class CommandBarriers:
         return self._control.words[ControlMemory.FAILED]
 
     def is_last_failed_command(self, command_number: int) -> bool:
-        """Whether a command is the last one that has failed on some rank; False once a later command fails."""
+        """Whether a command is the last one that has failed on some rank."""
         return self._control.words[ControlMemory.FAILED] == command_number
 
     def read_last_common(self, command_number: int) -> int | None:

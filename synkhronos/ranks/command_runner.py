@@ -63,8 +63,8 @@ _NESTED_CALL = (
 class CommandRunner(ABC):
     """Posts commands, runs them on all ranks, one at a time, and raises their errors.
 
-    It is the base class of `Session`, which starts, watches and ends the ranks.  It is no component of the session, as
-    either calls the other: a death in a command closes the session.
+    `Session` derives from this class, and starts, watches and ends the ranks.  The runner is no component of the
+    session, as each calls the other: a death in a command closes the session.
 
     A call that uses the ranks holds the session's lock, so that calls of threads and signal handlers can't mix::
 
@@ -73,7 +73,7 @@ class CommandRunner(ABC):
             ...
             session.run(command)
 
-    Functions that users call do so; functions that these call rely on it.
+    Public functions acquire the lock; internal functions rely on their callers to hold it.
 
     Attributes
     ----------
@@ -127,10 +127,11 @@ class CommandRunner(ABC):
 
     @property
     def call_lock(self) -> contextlib.AbstractContextManager[Any]:
-        """Lock of one call; RuntimeError if this thread holds it, and so is in the middle of another call.
+        """Lock of one call.  Raise RuntimeError if this thread holds it, as it is in the middle of another call.
 
-        It is implemented in C, so no signal handler can raise between its acquisition and the ``with`` block.  In a
-        context manager in Python that also calls `begin_call`, one could, and the lock would stay acquired.
+        The lock is implemented in C, so no signal handler can raise between its acquisition and the ``with`` block.  In
+        a context manager written in Python, which could also call `begin_call`, a handler could, and leave the lock
+        acquired.
         """
         if self._call_lock._is_owned():  # type: ignore[attr-defined] # as threading.Condition does
             raise RuntimeError(_NESTED_CALL)
@@ -149,10 +150,10 @@ class CommandRunner(ABC):
         return self._is_in_command
 
     def begin_call(self) -> None:
-        """Prepare the session for a call; the first statement under the lock.
+        """Prepare the session for a call.  Call this first under the lock.
 
-        It waits until all ranks have finished the last command, which an interrupt may have left running: they may
-        still read memory that the call will write.
+        An interrupt may have left the last command running on some ranks, which may still read memory that the call
+        will write.  This method waits until all ranks have finished that command.
         """
         self._is_in_command = False  # the caller holds the lock: an interrupt has left the mark
         self._finish_last_command()
@@ -174,7 +175,7 @@ class CommandRunner(ABC):
     def run(self, command: Command) -> Any:
         """Run a command on every rank, under the lock.  Return the master's result.
 
-        It raises WorkerError if a worker raised an exception or died, or the exception of the master's own part.
+        Raise WorkerError if a worker raised an exception or died, or raise the exception of the master's own part.
         """
         self.finish_releases()
         return self._execute(command)
@@ -195,12 +196,12 @@ class CommandRunner(ABC):
         The order is the same whether the master's part succeeds, fails or is interrupted:
 
         1. Run the master's part; if it fails, mark the command as failed, which ends the waits of the others.
-        2. Done: `done` of the master is set after its last barrier of the command, so no rank waits for it any more.
-        3. Wait until all ranks are done.  Only then are the workers' reports complete, and no rank starts an operation.
+        2. Set `done` of the master.  Since this follows its last barrier of the command, no rank waits for it any more.
+        3. Wait until all ranks are done.  The workers' reports are then complete, and no rank starts another operation.
         4. Cancel the pending operations of a failed command, and raise.
 
-        If an interrupt ends the master's part, the wait of 3 is short.  Then `_all_ranks_done` stays False, and the
-        next call completes it (`_finish_last_command`), as it does if an exception leaves this method before 2.
+        If an interrupt ends the master's part, step 3 waits only briefly.  `_all_ranks_done` then stays False, and the
+        next call completes the wait (`_finish_last_command`), also if an exception leaves this method before step 2.
         """
         control, command_number = self._control, self._command_number + 1
         try:

@@ -221,7 +221,7 @@ class ControlMemory:
                 self._wake_semaphores[rank].release()
 
     def mark_all_done(self) -> None:
-        """Make the last command appear finished by all ranks, which have exited, for a thread that still waits."""
+        """Mark the last command as finished, after all ranks have exited, to end the wait of another thread."""
         for rank in range(self.size):
             self.done[rank] = self.words[ControlMemory.POSTED]
         self.decision_lock.release()  # its holder has exited
@@ -298,9 +298,9 @@ class _Timespec(ctypes.Structure):
 
 
 class Semaphore:
-    """A POSIX semaphore in shared memory, between processes; its initial value is 0.
+    """A POSIX semaphore in shared memory, between processes, with the initial value 0.
 
-    It has no name: a name would stay behind if the process were killed before it is unlinked.
+    The semaphore has no name: a name would outlive a process that is killed before it unlinks the name.
     """
 
     def __init__(self, memory: Any, offset: int, is_initialized: bool):

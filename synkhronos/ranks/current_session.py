@@ -65,7 +65,7 @@ def get_session() -> Session:
 
 
 def get_last_death() -> Death | None:
-    """Return the worker's exit that ended this process's last session, or None if it runs, or ended otherwise."""
+    """Return the worker's exit that ended this process's last session, or None if no exit has."""
     return None if _current is None else _current.death
 
 

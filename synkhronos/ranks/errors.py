@@ -159,7 +159,7 @@ class ReconnectError(RuntimeError):
 
 
 class Cancelled(Exception):
-    """Another rank failed: ends this rank's part of the command; caught within the library."""
+    """Ends this rank's part of a command after another rank has failed.  The library catches it."""
 
 
 def describe_effect(

@@ -1,8 +1,8 @@
 """A process that imports packages once, and forks workers which have them.
 
-A worker that is a new process imports NumPy and the graph library first, which takes most of its start.  The process
-that starts workers can't always be forked instead: an agent has initialized MPI.  As in `multiprocessing`, the fork
-server is a process for this purpose::
+A worker that is a new process spends most of its start on importing NumPy and the graph library.  The process that
+starts workers can't always be forked instead: an agent, for example, has initialized MPI.  As in `multiprocessing`, a
+separate process is forked, the fork server::
 
     agent ──spawn──> fork server: imports the packages, waits
       │  request, control memory, channel  │

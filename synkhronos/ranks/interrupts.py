@@ -60,7 +60,7 @@ class defer_signals:  # noqa: N801 - a block, as the functions of contextlib are
 
     def _replace_handlers(self) -> None:
         for signal_number, handler in zip(_SIGNALS, map(_getsignal, _SIGNALS), strict=True):
-            # Else it is ignored, fatal, was not installed by Python, or can't raise.
+            # Other signals are ignored, are fatal, have a handler that Python did not install, or one that can't raise.
             if callable(handler) and type(handler) is not NonRaisingHandler:
                 self._handlers[signal_number] = handler
                 _setsignal(signal_number, self._handle_signal)
@@ -82,7 +82,7 @@ class defer_signals:  # noqa: N801 - a block, as the functions of contextlib are
         return any(signal_number != excluded for signal_number in self._deferred)
 
     def restart_time_limit(self) -> None:
-        """Restart the time limit of `stop_deferring_if_late`; called when long work is followed by a wait."""
+        """Restart the time limit of `stop_deferring_if_late`, between long work and a wait."""
         if self._deferred:
             self._deferred_since = time.monotonic()
 

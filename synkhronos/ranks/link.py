@@ -3,8 +3,7 @@
 A session posts commands, waits for the ranks and ends them.  A link hides from it whether the ranks are on one host
 (`Link`) or on several, whose agents communicate by MPI (its subclass `synkhronos.hosts.MpiLink`).
 
-Other hosts can't read this one's memory.  So before a command runs there, they are sent the rows that their ranks
-access.
+Other hosts can't read this host's memory.  Before a command runs there, they receive the rows that their ranks access.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ class Link:
         """End the workers of the other hosts, wait for their exit, and close the connection; with one host do nothing.
 
         The workers are killed if ``kill`` is True, after ``grace_seconds``, or once ``should_kill()`` returns True.
-        With ``keeps_agents`` the connection stays, if it is intact, until `reconnect` or `kill`.
+        With ``keeps_agents``, an intact connection stays open until `reconnect` or `kill`.
         """
 
     def kill(self) -> None:

@@ -2,8 +2,8 @@
 
 The master creates a segment under a key that is the same on every rank.  Workers receive it with the next command.
 
-- The master *releases* a segment or an object that it no longer uses.  It drops it at once, the workers with a later
-  command.
+- The master *releases* a segment or an object that it no longer uses.  The master drops it at once, the workers drop it
+  with a later command.
 - A rank *drops* a segment or an object by removing it from its own table.
 - The master *frees* all segments and objects when the ranks have ended.
 """
@@ -57,8 +57,8 @@ class MemoryTable:
 
     ``channels`` are the master's ends of the workers' socket pairs, by rank.  ``run`` runs a command on all ranks, and
     raises if another one is running.  ``last_key`` is the key of the newest segment, ``last_sent_key`` the key of the
-    newest segment that the workers have.  ``unsent_releases`` are the segments and objects that
-    were released and that the workers still have.
+    newest segment that the workers have.  ``unsent_releases`` are released segments and objects that the workers still
+    have.
     """
 
     def __init__(self, rank: Rank, channels: Mapping[int, socket], run: Callable[[Command], Any]):
@@ -82,7 +82,7 @@ class MemoryTable:
         return self.add_file(self.create_file(nbytes, may_run_command), max(1, nbytes), may_run_command)
 
     def create_file(self, nbytes: int, may_run_command: bool = True) -> io.FileIO:
-        """Create shared memory as an open file, for `add_file`.  It raises the errors of `create_segment`."""
+        """Create shared memory as an open file, for `add_file`.  Raise the errors of `create_segment`."""
         nbytes = max(1, nbytes)
         self.release_unused()
         try:
@@ -126,7 +126,7 @@ class MemoryTable:
         return len(self._unsent_segments) > min(_MAX_UNSENT, _MAX_FILES_IN_FLIGHT // self._rank.size)
 
     def _queue_segment(self, segment: Segment, file: io.FileIO, receivers: Collection[int]) -> None:
-        """Queue a segment that the next command sends to the receivers; without any, close its file."""
+        """Queue a segment that the next command sends to the receivers, or close its file if there are none."""
         if receivers:
             self._unsent_segments.append((segment, file, set(receivers)))
         else:

@@ -1,10 +1,10 @@
 """Detection of a worker's death while the master computes.
 
 A waiting master polls its workers every few milliseconds.  A master that computes or compiles does not poll, and would
-notice a death only at the end of its own part of the command.  So the kernel sends it a signal when a worker's end of
-the socket pair closes.  The signal is SIGURG: a process without a handler ignores it, so a late signal does no harm.
-Where the signal cannot be used (the user has a handler of it, or `fork` ran in a thread), a death is noticed at the
-master's next wait.
+notice a death only at the end of its own part of the command.  Therefore the kernel sends the master a signal when a
+worker's end of the socket pair closes.  The signal is SIGURG, which a process without a handler ignores, so a late
+signal does no harm.  If the signal cannot be used (the user has a handler of it, or `fork` ran in a thread), a death is
+noticed at the master's next wait.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class PeerWatch:
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._master_pid:
             return
-        # Handlers run in the main thread, which may not be the one that runs the command.
+        # Handlers run in the main thread, but another thread may run the command.
         if self.command_thread == threading.get_ident():
             # An exception in an import would leave half a package; then the next wait notices the death.
             if not _is_importing(frame) and self._wait_for_exit():

@@ -1,4 +1,4 @@
-"""Operations that a command starts and that may outlast it."""
+"""Operations that may outlast the command that starts them."""
 
 from __future__ import annotations
 

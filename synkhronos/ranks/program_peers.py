@@ -13,9 +13,10 @@ error.  Deadlocks are not detected across hosts, where published conditions arri
 
 Each program has new shared memory, so that a lock held by a rank of a failed program does not block the next one.
 
-On several hosts, each host has such memory for its own ranks.  A lock belongs to one host, whose ranks acquire it as on
-one host.  A rank of another host writes a request into its channel to itself.  Its agent passes the request to the
-agent of the lock's host, which queues for the lock on behalf of the rank (see `synkhronos.hosts.program_agent`).
+On several hosts, each host has such memory for its own ranks.  A lock belongs to one host.  Ranks of that host acquire
+it as on one host.  A rank of another host writes a request into its channel to itself.  The rank's agent passes the
+request to the agent of the lock's host, and that agent queues for the lock on behalf of the rank (see
+`synkhronos.hosts.program_agent`).
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ ByteRange = tuple[int, int, int]
 def find_byte_range(rows: Any) -> ByteRange:
     """Return the bytes of contiguous rows in shared memory; each class of rows registers an implementation.
 
-    It raises ValueError if the rows are not contiguous, or belong to a file.
+    Raise ValueError if the rows are not contiguous, or belong to a file.
     """
     raise TypeError(f"rows: expected rows of a Data object, got {type(rows).__name__}")
 
@@ -138,7 +139,7 @@ class ProgramPeers:
         return self.layout.channel_nbytes // 2 - WORD_NBYTES
 
     def send(self, dest: int, chunk: Any, content_name: str) -> None:
-        """Send at most `max_chunk_nbytes` bytes to a rank, called ``content_name`` in errors; wait for space."""
+        """Wait for space, and send a rank at most `max_chunk_nbytes` bytes, called ``content_name`` in errors."""
         me, sent = self.rank.number, self._words.sent
         channel = me * self.layout.n_ranks + dest
         end = sent[channel] + WORD_NBYTES + len(chunk)

@@ -137,7 +137,7 @@ class Rank:
         check_peers: Callable[[], None],
         has_peer_died: Callable[[], bool],
     ) -> None:
-        """Use another group's counters, as after a replacement of the workers; segments and replicated objects stay."""
+        """Use another group's counters, as after replacing the workers.  Segments and replicated objects stay."""
         self.number, self.master_rank, self.control = number, master_rank, control
         self.size, self.local_ranks = control.size, control.local_ranks
         self.spans_hosts = len(self.local_ranks) < self.size
@@ -174,7 +174,7 @@ class Rank:
         """
         self.cancel_operations_of_failed_command()
         self.barriers.last_arrived = command_number << BARRIER_BITS
-        # This is last: an interrupt before it would mark the previous command, which has not failed, as failed.
+        # Set last: an interrupt before this would mark the previous command, which has not failed, as failed.
         self.command_number = command_number
 
     def cancel_operations_of_failed_command(self) -> None:

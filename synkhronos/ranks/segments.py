@@ -1,7 +1,7 @@
 """Shared memory that all ranks map.
 
-The master creates a segment as a file in memory, without a name.  Workers receive the open file over the socket pairs
-that they inherited at the fork.  So no crash leaves the memory behind, and no other process can open it.
+The master creates a segment as a file in memory.  As the file has no name, no crash leaves the memory behind, and no
+other process can open it.  Workers receive the open file over the socket pairs that they inherited at the fork.
 """
 
 from __future__ import annotations
@@ -267,9 +267,9 @@ _MAP_NORESERVE = 0x4000
 def map_file(fd: int, nbytes: int, copy_on_write: bool = False) -> mmap.mmap:
     """Map a file into memory without keeping a file descriptor.
 
-    Python's mmap of a file duplicates the file descriptor, and a process may have only about a thousand.  So anonymous
-    memory is mapped with Python, and the file is mapped over it.  The destructor of `mmap.mmap` unmaps the memory: a
-    finalizer in Python could be interrupted, and leak.
+    Python's mmap of a file duplicates the file descriptor, and a process may have only about a thousand.  Therefore
+    anonymous memory is mapped with Python, and the file is mapped over it.  The destructor of `mmap.mmap` unmaps the
+    memory.  A finalizer in Python could be interrupted, and leak the memory.
     """
     error = 0
     try:
@@ -332,7 +332,7 @@ def get_peer_ids(channel: socket.socket) -> tuple[int, int]:
 class SegmentReceiver:
     """A worker's end of the channel over which segments arrive.
 
-    It reserves a file descriptor, so that segments can be received after the user's code has used up all others.
+    The receiver reserves a file descriptor, so that it works even after the user's code has used up all others.
     """
 
     def __init__(self, channel: socket.socket):

@@ -62,7 +62,7 @@ class Session(CommandRunner):
         self.replacement_callbacks: WeakKeyDict[Any, Callable[[Any], None]] = WeakKeyDict()
 
     def start(self, profile: bool, first_command: Command | None = None) -> None:
-        """Start the workers, and run a first command, which workers that replace them will run, too."""
+        """Start the workers, and run a first command.  Workers that replace them will run the command, too."""
         self._profile, self._first_command = profile, first_command
         with defer_signals():
             self._start_workers()
@@ -183,7 +183,7 @@ class Session(CommandRunner):
             if self.close_reason is not None:
                 return
             if not kill:
-                # This command is not waited for like others: a stopped worker would never finish it.
+                # The wait for this command differs from others: a stopped worker would never finish it.
                 self._command_number += 1
                 try:
                     self._mailbox.post(self._command_number, Exit())
@@ -234,12 +234,12 @@ class Session(CommandRunner):
     def replace_workers(self, spawn: bool = False, excluded_ranks: Collection[int] = ()) -> bool:
         """Start new workers after a death within `keep_memory`.  Return False if all are forks, True otherwise.
 
-        They are copies of this process as it is now: they inherit its segments, and its replicated objects with their
-        present values and compiled functions.
+        New workers are forks of this process: they inherit its segments, and its replicated objects with their present
+        values and compiled functions.
 
-        With ``spawn``, as on other hosts, they are new processes instead.  These get the segments, and replicated
-        objects when these are used next.  ``excluded_ranks`` are workers that are not started again, with their
-        devices; ranks above them move down.
+        With ``spawn``, and on other hosts, new workers are new processes instead.  They get the segments, and a
+        replicated object when it is next used.  Neither the workers ``excluded_ranks`` nor their devices are used
+        again, and higher ranks move down.
 
         RuntimeError is raised if no worker's death has closed the session within `keep_memory`, WorkerError if a new
         worker dies.  If a new worker or a host can't start, `death` names its rank, and another call is possible.

@@ -1,4 +1,4 @@
-"""The main loop of a worker process, which runs the commands that the master posts."""
+"""The main loop of a worker process: it runs the commands that the master posts."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def main(
 ) -> NoReturn:
     """Run the master's commands until `Exit`, and exit.
 
-    It is called in the forked process, on top of the master's stack.  So it must not return, nor run the exit handlers
-    that the master has registered.  Segments arrive over ``channel``.  ``from_main_thread`` is whether the master
-    forked in its main thread.  The master may have exited already: then ``master_pid`` is not this process's parent.  A
+    The forked process calls this function on top of the master's stack.  It must therefore not return, nor run the exit
+    handlers that the master has registered.  Segments arrive over ``channel``.  ``from_main_thread`` is whether the
+    master forked in its main thread.  If the master has already exited, ``master_pid`` is not this process's parent.  A
     fork inherits the segments, the newest of key ``newest_key``, and the replicated objects of the rank ``master``.
     """
     code = 1

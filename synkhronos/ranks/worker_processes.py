@@ -123,7 +123,7 @@ def _has_exited(pid: int) -> bool:
 
 
 def _collect_exit_code(pid: int) -> int | None:
-    """Collect a child's exit code (negative: a signal; `UNKNOWN_EXIT_CODE`: collected elsewhere); None if it lives."""
+    """Return a child's exit code, or None if it lives; negative: a signal; `UNKNOWN_EXIT_CODE`: collected elsewhere."""
     try:
         exited_pid, status = os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:
