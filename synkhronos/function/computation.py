@@ -122,7 +122,7 @@ class Computation:
         return self.library.find_shareds(self.list_variables())
 
     def list_read_shareds(self) -> list[Any]:
-        """Return the shared variables on which the updates, and the outputs that are reduced over ranks, depend."""
+        """Return the shared variables that the updates, and the outputs that are reduced over ranks, depend on."""
         outputs = [
             self.library.get_output_variable(output)
             for output, op in zip(self.outputs, self.output_ops, strict=True)

@@ -327,8 +327,8 @@ def _unpickle_function(nodes: Sequence[Any], computation: Computation, is_single
 def distribute() -> None:
     """Send every function, and each shared variable once, to all ranks.
 
-    It can be called repeatedly: it sends the functions created since the last call, with their new shared variables.  A
-    function that was not distributed is sent at its first call.
+    Each call sends the functions that were created since the last call, with their new shared variables.  A function
+    that was not distributed is sent at its first call.
 
     Notes
     -----

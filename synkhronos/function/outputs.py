@@ -79,7 +79,7 @@ class RankOutputs(NamedTuple):
         return len(self.spec.ops)
 
     def with_values(self, values: list[Any]) -> RankOutputs:
-        """Return a copy with the values of `Engine.fetch_outputs`; those that are not reduced become NumPy arrays."""
+        """Return a copy with the values of `Engine.fetch_outputs`.  Values that are not reduced become NumPy arrays."""
         ops = self.spec.ops if values else []
         values = [_to_numpy(value) if op.name is None else value for value, op in zip(values, ops, strict=True)]
         return self._replace(values=values)
@@ -142,7 +142,7 @@ def _make_record_dtype(dtypes: tuple[np.dtype | None, ...]) -> np.dtype:
 
 
 def _reduce_scalars(rank: Rank, outputs_by_call: Sequence[RankOutputs]) -> list[Any]:
-    """Return the results of calls whose records fit into one message, or None for each in workers."""
+    """Return the results of calls whose records fit into one message.  In workers, each result is None."""
     if len(outputs_by_call) == 1 and rank.size < _MIN_RANKS_OF_ARRAY:
         (outputs,) = outputs_by_call
         messages = rank.gather_bytes(b"" if rank.is_master else _pack_records(outputs_by_call))
@@ -166,7 +166,7 @@ def _reduce_scalars(rank: Rank, outputs_by_call: Sequence[RankOutputs]) -> list[
 
 
 def _reduce_messages(outputs: RankOutputs, messages: Sequence[bytes], own_number: int) -> list[Any]:
-    """Reduce one call's records in the master, one rank after another; the own one is `outputs`."""
+    """Reduce one call's records in the master, one rank after another.  The master's own values are in ``outputs``."""
     dtypes = outputs.spec.scalar_dtypes or ()
     contributions = []
     for r, message in enumerate(messages):
