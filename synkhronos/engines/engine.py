@@ -57,15 +57,15 @@ class Runner:
         """Wait until the last launch, which returned ``results``, has been computed."""
 
     def get_repeated(self, n_repeats: int) -> Runner | None:
-        """Return the runner of ``n_repeats`` computations in one launch, always the same; None if it can't be made."""
+        """Return the runner, always the same, of ``n_repeats`` computations in one launch, or None if impossible."""
         return self if n_repeats == 1 else None
 
 
 class StepShards(NamedTuple):
     """Variables of a step in which each rank updates its part of the parameters.
 
-    The all-reduced variable is a matrix with a row for each rank.  It is reduce-scattered, and all-gathered after the
-    second function.
+    The all-reduced variable is a matrix with a row for each rank.  It is reduce-scattered after the first function, and
+    all-gathered after the second.
     """
 
     #: Shared variable with the reduction of this rank's row, which the second function reads and updates.
@@ -101,7 +101,7 @@ class GradientExchange(Protocol):
         """Return variables of a sharded optimizer, or None if every rank updates all parameters."""
 
     def prepare_exchange(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
-        """Return the connected communicator and the shape, right before the launch; all ranks have the same."""
+        """Return the connected communicator and the shape, right before the launch.  Both are equal on all ranks."""
 
 
 class ReducibleOutputs(Protocol):
@@ -211,7 +211,7 @@ class _SetFloatErrors(Command):
 
 
 class _SentFloatErrors(dict[str, Any]):
-    """NumPy's floating-point error handling that was last sent to the workers; empty before."""
+    """NumPy's floating-point error handling as last sent to the workers, empty before the first time."""
 
 
 def _sync_float_errors(session: Session) -> None:

@@ -1,6 +1,6 @@
 """Outputs that are read from the ranks at the user's first access.
 
-A training loop that reads its loss once per epoch should not wait for it at every step.  So each rank stores its
+A training loop that reads its loss once per epoch should not wait for it at every step.  Each rank therefore stores its
 outputs, and the call returns a `Result` for each output.  The first access to a result reduces all unread outputs over
 the ranks, by one command::
 
@@ -27,14 +27,14 @@ from synkhronos import ranks
 from synkhronos.engines.engine import Engine, ReducibleOutputs
 from synkhronos.ranks import Command, PendingOperation, Rank, Session
 
-#: Number of calls that were read or deleted from which the ranks drop their outputs.
+#: The ranks drop the outputs of calls that were read or deleted once there are this many of these calls.
 _MAX_DROPPABLE_CALLS = 256
-#: Number of bytes of the outputs of such calls on a rank from which the ranks drop them.
+#: The ranks also drop these outputs once they have this many bytes on a rank.
 _MAX_DROPPABLE_NBYTES = 1 << 24
 
 
 class _StoredOutputs(dict[int, tuple[Engine, ReducibleOutputs]], PendingOperation):
-    """A rank's outputs that were not dropped, and the engine that fetches them, by the number of the command."""
+    """A rank's stored outputs, each with the engine that fetches it, by the number of the command."""
 
     def __init__(self, rank: Rank):
         super().__init__()
@@ -170,10 +170,9 @@ class ResultTable(PendingOperation):
         self._unread_calls.pop(command_number, None)
 
     def get_values(self, call: _CallOutputs) -> list[Any]:
-        """Return a call's outputs; read all unread outputs first if these are unread.
+        """Return a call's outputs.  If they are unread, read all unread outputs first.
 
-        RuntimeError is raised if the ranks ended before the outputs were read, or else the error of the outputs'
-        reduction.
+        Raise RuntimeError if the ranks ended before the outputs were read, or else the error of the outputs' reduction.
         """
         if call.values is None:
             if call.error is None and call.command_number in self._unread_calls:

@@ -76,7 +76,7 @@ class XlaEngine(LazyEngine):
         return None if fused is None else FusedRunner(rank, fused, exchange)
 
     def get_max_repeats(self, dtype: np.dtype | None = None) -> int:
-        """Return the log's capacity; 1 on the CPU, where XLA computes convolutions in loops with a single thread."""
+        """Return the log's capacity, or 1 on the CPU, where XLA computes convolutions in loops with a single thread."""
         can_repeat = JAX.is_on_gpu if dtype is None else JAX.can_reduce_in_launch(dtype)
         return LOG_CAPACITY if can_repeat else 1
 

@@ -31,8 +31,8 @@ class Executable(Runner):
     """One or several PyTensor functions in JAX mode, as one XLA program of device arrays.
 
     PyTensor's own call copies NumPy inputs, and NumPy values of shared variables, to the device at each call.  This
-    class calls the same compiled graphs with the values in the variables' storages.  It moves NumPy values that the
-    user has set to the device once.
+    class calls the same compiled graphs with the values in the variables' storages.  A NumPy value that the user has
+    set is moved to the device once.
 
     The memory of an updated shared variable is donated: XLA writes the new value into it.  As a donated array becomes
     invalid, an array with other references (``get_value(borrow=True)``) is copied first.
@@ -129,7 +129,7 @@ class Executable(Runner):
             changed = [*(positions[id(storage)] for storage in self._updated_storages), *logs]
             compute = partial(trace_loop, compute, self.n_repeats, self._n_inputs, changed)
         options["compiler_options"] = COMPILER_OPTIONS if is_bfloat16_requested() else None
-        # keep_unused: old values that no computation reads donate their memory, too, so that addresses stay the same
+        # # keep_unused: old values that no computation reads donate their memory, too.  Addresses then stay the same,
         # and XLA can replay recorded launches.
         options |= {"donate_argnums": tuple(donated), "keep_unused": True}
         # A new function object each time: for the same object, JAX would return the program that it has compiled.

@@ -88,7 +88,7 @@ class NcclCollectiveHandler(CollectiveHandler):
         self._n_started_items += sum(span.n_items for span in spans)
 
     def finish(self, spans: Sequence[BufferSpan], valid_flag_address: int, stream: int | None) -> None:
-        """Enqueue the collective on the rest of the gradient; ValueError if the ranks have compared another shape."""
+        """Enqueue the collective on the rest of the gradient.  Raise ValueError if the ranks compared another shape."""
         if self._is_repeated:
             self._rank.record_applied()  # an earlier step may be valid even if a later one fails
         n_items, self._n_started_items = self._n_started_items + sum(span.n_items for span in spans), 0

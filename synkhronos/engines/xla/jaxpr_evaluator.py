@@ -1,8 +1,8 @@
 """Evaluation of a jaxpr in parts, to overlap communication with the backward pass.
 
-XLA orders computations so that they need little memory.  Only the update reads a large gradient, so XLA computes it
-last, even if it could be computed first, and its all-reduce then overlaps nothing.  This module makes the gradient that
-flows to earlier layers depend on the start of the all-reduce, which leaves XLA no other order::
+XLA orders computations so that they need little memory.  A large gradient that only the update reads is computed last,
+even if it could be computed first, and its all-reduce then overlaps nothing.  To leave XLA no other order, this module
+makes the gradient that flows to earlier layers depend on the start of the all-reduce::
 
     layer 3's gradient ──> start of its all-reduce ──> token
     flow to layer 2 ─────────────── barrier(token) ──────────> layer 2's gradient ──> ...
@@ -22,12 +22,12 @@ class JaxprEvaluator:
     Parameters
     ----------
     n_forward_results : int
-        Number of results at the start, such as the loss, that belong to the forward pass.  Values that they need are
-        never delayed, as XLA may compute them again where they are used.
+        Number of results at the start, such as the loss, that belong to the forward pass.  Values that these results
+        need are never delayed, as XLA may compute them again where they are used.
     position : int
         Position of the result that is computed in parts.
     delayed_arguments : sequence of int
-        Positions of arguments that `delay_until` delays, like values that were computed from the arguments.
+        Positions of arguments that `delay_until` delays, as it delays values that were computed from the arguments.
 
     Attributes
     ----------
@@ -125,7 +125,7 @@ class JaxprEvaluator:
 
 
 def _shorten_slices(equations: Sequence[Any]) -> list[Any]:
-    """Make slices of concatenated vectors read the vector of which they are a part, so that they need no other one."""
+    """Make each slice of a concatenation read the vector that contains the slice, so that it needs no other vector."""
     from jax.extend import core
 
     operands: dict[Any, list[Any]] = {}

@@ -30,7 +30,7 @@ from synkhronos.ranks import Rank
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.variable_types import Array
 
-#: JAX's settings that change numbers, which all ranks take from the master.
+#: JAX's settings that change numbers.  All ranks take them from the master.
 _JAX_FLAGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")
 
 

@@ -220,12 +220,12 @@ class TracedShardedExchange(TracedExchange):
         return shape[1:]
 
     def _get_valid_flag(self, storage_id: int) -> Any:
-        # This rank's shards are valid if its row is.  They are updated at once, in place.
+        # This rank's shards are updated at once, in place.  They are valid if the rank's row is.
         is_state_shard = any(storage_id == id(get_storage(shard)) for shard in self._shards.state_shards)
         return self._is_row_valid if is_state_shard else self._is_valid
 
     def _trace_gradient(self, function: JaxFunction, operands: Sequence[Any]) -> Sequence[Any]:
-        """Trace the function.  Return its results, with the matrix's old value, or all ranks' reduced rows."""
+        """Trace the function.  Its result for the matrix is the old value, or all ranks' reduced rows if gathered."""
         import jax.numpy as jnp
 
         evaluator, self._row_blocks = self._reduce(function, operands)
@@ -237,7 +237,7 @@ class TracedShardedExchange(TracedExchange):
         return evaluator.finish(matrix)
 
     def _trace_update(self, function: JaxFunction, operands: Sequence[Any]) -> Sequence[Any]:
-        """Trace the function.  Return its results, with the row's old value."""
+        """Trace the function.  Its result for the row is the old value."""
         import jax.numpy as jnp
 
         start = _find_operand_position(function, self._row_storage)
@@ -278,7 +278,7 @@ def _find_operand_position(function: JaxFunction, storage: list[Any]) -> int:
 
 
 def _concatenate(arrays: Sequence[Array]) -> Any:
-    """Return arrays concatenated along the last axis; a single one, which may be a scalar, as it is."""
+    """Concatenate arrays along the last axis.  Return a single array, which may be a scalar, unchanged."""
     import jax.numpy as jnp
 
     return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis=-1)

@@ -17,7 +17,7 @@ MIN_PART_ITEMS = 1 << 16
 
 
 def trace_in_place(function: JaxFunction, operands: Sequence[Any]) -> Sequence[Any]:
-    """Trace a function; copy the parts of a long vector, such as the gradient, into the memory of its old value.
+    """Trace a function.  Copy the parts of a long vector, such as the gradient, into the memory of its old value.
 
     XLA's kernel that concatenates many arrays takes four times as long as copies.
     """
@@ -35,7 +35,7 @@ def trace_in_place(function: JaxFunction, operands: Sequence[Any]) -> Sequence[A
 
 
 def can_write_parts(vector: Array, parts: Sequence[Any]) -> bool:
-    """Whether several vectors are to be written into the memory of ``vector``: it is long, and of their joint type."""
+    """Whether to write several vectors into the memory of ``vector``, which must be long, and of their joint type."""
     if not _is_long_vector(vector) or len(parts) == 1:
         return False
     return bool(parts[0].dtype == vector.dtype and sum(part.size for part in parts) == vector.size)
