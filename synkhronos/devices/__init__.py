@@ -99,7 +99,7 @@ _device_by_class: dict[type, Device] = {}
 
 
 def find_device(value: object) -> Device:
-    """Return the device that owns a value; `NUMPY` for any value that no other device owns."""
+    """Return the device that owns a value, or `NUMPY` if no other device owns it."""
     device = _device_by_class.get(type(value))
     if device is None:
         device = next(device for device in list_devices() if device is NUMPY or device.owns(value))
@@ -131,8 +131,8 @@ def choose_device(use_gpu: bool | None, n_parallel: int | None) -> tuple[Device,
     """Choose the device and the number of ranks for `fork`, and return both.
 
     By default there is one rank for each GPU if there are any and the packages for them are installed, else one for
-    each core that this process may use.  RuntimeError is raised if the GPUs can't be used as requested, or if Theano
-    already computes on a GPU and can't return to the CPU, and ValueError if there are fewer GPUs than ranks.
+    each core that this process may use.  Raise RuntimeError if the GPUs can't be used as requested, or if Theano
+    already computes on a GPU and can't return to the CPU.  Raise ValueError if there are fewer GPUs than ranks.
     """
     nccl_handlers.read_nccl_caller()  # raises ValueError for an unknown value, on all machines alike
     environment_device = read_environment_device()
@@ -188,7 +188,7 @@ def is_fork_unsafe() -> bool:
 
 
 def force_jax_on_cpu() -> None:
-    """Make this rank's JAX compute on the CPU even if there are GPUs; without effect once JAX has started."""
+    """Make this rank's JAX compute on the CPU even if there are GPUs.  This has no effect once JAX has started."""
     global _user_platforms
     if not JAX.has_unforkable_runtime() and get_n_gpu():
         platforms = os.environ.get("JAX_PLATFORMS")
@@ -199,7 +199,7 @@ def force_jax_on_cpu() -> None:
 
 
 def undo_force_jax_on_cpu() -> None:
-    """Give JAX the platforms that the user has set, before a fork that may use GPUs."""
+    """Restore the user's setting of JAX's platforms, before a fork that may use GPUs."""
     global _user_platforms
     if _user_platforms and not JAX.has_unforkable_runtime():
         _set_jax_platforms(*_user_platforms)

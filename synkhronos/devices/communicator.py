@@ -39,16 +39,16 @@ class Communicator(ABC):
         """Connect all ranks, unless the ``generations`` of all ranks show that they share a connection."""
 
     def wait_until_started(self, on_poll: Callable[[], None] | None = None) -> None:  # noqa: B027 - as above
-        """Wait until all ranks have started their pending collectives; call ``on_poll``, which may raise, meanwhile."""
+        """Wait until all ranks have started their pending collectives.  Meanwhile call ``on_poll``, which may raise."""
 
     def notify_started(self) -> None:  # noqa: B027 - as above
         """Notify the other ranks, without waiting, that this rank has started its collectives.
 
-        This is enough at the end of a command, in place of `wait_until_started`, as the master waits for all ranks.
+        At the end of a command, this replaces `wait_until_started`, since the master waits for all ranks.
         """
 
     def all_reduce_into(self, array: Array, op: str, out: Array) -> None:
-        """Write the reduction over all ranks into ``out``; like `all_reduce`, it does not wait."""
+        """Write the reduction over all ranks into ``out``.  Like `all_reduce`, this does not wait."""
         raise NotImplementedError
 
     def compare_started(self, digest: bytes) -> bool:

@@ -1,10 +1,11 @@
 """The base class of devices.
 
-A device is a module of this package with an object ``DEVICE``.  It is selected by name: with ``SYNKHRONOS_DEVICE=toy``
-in the environment, ranks compute with the arrays of ``toy.py``.  Three methods are required: `owns`, `to_numpy` and
-`from_numpy`.  Defaults that need an array's content copy it through host memory; a device overrides them to be faster.
-Three defaults instead use ``reshape``, slices and ``astype`` of the arrays: `slice_items`, which is called only for a
-device that `can_communicate`, and `flatten` and `split`, only for one that `has_arithmetic`.
+A device is a module of this package with an object ``DEVICE``.  The module's name selects the device: with
+``SYNKHRONOS_DEVICE=toy`` in the environment, ranks compute with the arrays of ``toy.py``.  Three methods are required:
+`owns`, `to_numpy` and `from_numpy`.  Defaults that need an array's content copy it through host memory; a device
+overrides them to be faster.  Three defaults instead use ``reshape``, slices and ``astype`` of the arrays.
+`slice_items` is called only for a device that `can_communicate`, `flatten` and `split` only for one that
+`has_arithmetic`.
 """
 
 from __future__ import annotations
@@ -123,8 +124,8 @@ class Device(ABC):
     def choose_gpus(self, n_local_ranks: int, local_master_index: int) -> list[str]:
         """Return the GPU of each rank of this host, as ``CUDA_VISIBLE_DEVICES`` names it, or "" without GPUs.
 
-        Called before `initialize`: in the master for its host, and on every rank of the other hosts, where
-        ``local_master_index``, the index of the master among the ranks of this host, is 0.
+        Called before `initialize`: in the master for its host, and on every rank of the other hosts.
+        ``local_master_index`` is the index of the master among the ranks of this host, and 0 on other hosts.
         """
         return [""] * n_local_ranks
 
@@ -138,7 +139,7 @@ class Device(ABC):
     # -- shared memory, for inputs of functions and programs -----------------------------------------------
 
     def accepts_input(self, dtype: np.dtype, ndim: int) -> bool:
-        """Whether functions take inputs of this dtype and ndim as arrays of this kind; else they take NumPy arrays."""
+        """Whether functions take inputs of this dtype and ndim as arrays of this kind, rather than as NumPy arrays."""
         return True
 
     def stage_input(
@@ -183,7 +184,7 @@ class Device(ABC):
         return False
 
     def get_group_communicator(self, rank: Rank, members: Iterable[int]) -> Any:
-        """Return the communicator of a group of ranks, as `NcclGroupCommunicator`; None if groups use host memory."""
+        """Return a group's communicator, as `NcclGroupCommunicator`, or None if groups use host memory."""
         return None
 
     def as_writable(self, value: Array, has_other_references: bool) -> Array:

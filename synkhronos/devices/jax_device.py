@@ -118,7 +118,7 @@ class JaxDevice(CudaDevice):
         """Return a new array object for memory that is written in place; the old object becomes invalid.
 
         A JAX array caches whether it is computed, and its copy in host memory.  Both are outdated once the memory is
-        written.  If it has been written already, another object for the same memory is made without a launch.
+        written.  If the memory has been written already, another object for it is made without a launch.
         """
         if is_complete and (new_object := value.addressable_data(0)) is not value:
             return new_object

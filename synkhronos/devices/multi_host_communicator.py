@@ -7,7 +7,7 @@ all hosts up the chain, and its result passes them down again::
              result   <--           result          <--           = result
 
 On each host, a chunk's elements are divided among the ranks.  For its elements, a rank adds the inputs of all ranks of
-the host, in rank order, to the partial sum of the previous host.  So every element is reduced in rank order, and
+the host, in rank order, to the partial sum of the previous host.  Every element is thus reduced in rank order, and
 results are bitwise equal to those on one host.
 
 A chunk takes long to pass up and down, so a host begins further chunks before the result of the first one arrives.
@@ -187,12 +187,12 @@ class MultiHostCommunicator(SharedMemoryCommunicator):
 
     @property
     def _max_pending_chunks(self) -> int:
-        """Maximal number of chunks that this host has begun and whose results it has not copied.
+        """Maximal number of chunks that this host has begun, but whose results it has not copied.
 
-        It grows by `N_FRAMES` with each hop to the last host, as results take longer to return.
+        The number grows by `N_FRAMES` with each hop to the last host, as results take longer to return.
 
-        Invariant: the pipes at both ends of a hop have room for four times `N_FRAMES` chunks.  So there is no circle of
-        hosts that wait for each other with full pipes.
+        Invariant: the pipes at both ends of a hop have room for four times `N_FRAMES` chunks.  Hosts with full pipes
+        therefore never wait for each other in a circle.
         """
         return _MAX_PENDING_ON_LAST_HOST if self._is_last else N_FRAMES * self._n_next_hosts[0]
 

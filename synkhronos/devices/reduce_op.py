@@ -55,7 +55,7 @@ class ReduceOp:
     def choose_accumulator_dtype(self, dtype: np.dtype) -> np.dtype:
         """Return the dtype, in the machine's byte order, in which values of a dtype are reduced.
 
-        It is float32 for a mean of float16, whose sum may overflow, and whose quotients before a sum may underflow.
+        For a mean of float16 this is float32, since sums may overflow, and quotients before a sum may underflow.
         """
         return np.dtype(np.float32) if self.is_mean and dtype.char == "e" else dtype.newbyteorder("=")
 

@@ -13,9 +13,9 @@ Buffers = dict[Any, Any]
 
 
 def take_rows(array: np.ndarray, rows: Selection, out: np.ndarray | None = None) -> np.ndarray:
-    """Return the selected rows of an array, whose numbers are non-negative and within the array.
+    """Return the selected rows of an array.  Their numbers are non-negative and within the array.
 
-    The result is written into ``out``; without it, a range returns a view of the array.
+    With ``out``, the result is written into it.  Without, a range returns a view of the array.
 
     Examples
     --------

@@ -8,7 +8,7 @@ scratch area, so that nothing is allocated and the data stay in the processors' 
     ranks        write -> barrier -> read, write -> barrier -> read, ...
 
 Invariant: a half is written again only after the barrier of the chunk in between, and every rank that arrives at that
-barrier has read the half's old content.  So halves also alternate between the arrays of a command.
+barrier has read the half's old content.  For this reason, halves also alternate between the arrays of a command.
 
 Results are identical on all ranks and reproducible: each element is reduced by one rank, in rank order.
 """
@@ -216,7 +216,7 @@ def reduce_arrays(inputs: Sequence[np.ndarray], reduce_op: ReduceOp, out: np.nda
 
 
 def accumulate_arrays(inputs: Sequence[np.ndarray], reduce_op: ReduceOp, out: np.ndarray) -> None:
-    """Reduce arrays in order into ``out``, in its dtype; a mean is not divided by their number yet."""
+    """Reduce arrays in order into ``out``, in its dtype.  A mean is not divided by the number of arrays yet."""
     assert reduce_op.ufunc is not None
     if len(inputs) == 1:
         out[:] = inputs[0]

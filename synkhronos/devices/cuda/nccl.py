@@ -94,7 +94,7 @@ class NcclCommunicator(Communicator):
         self._connection.connect(max(generations) + 1, members, all_gather)
 
     def wait_until_started(self, on_poll: Callable[[], None] | None = None) -> None:
-        """Wait until all ranks have started their pending collectives; call ``on_poll``, which may raise, meanwhile."""
+        """Wait until all ranks have started their pending collectives.  Meanwhile call ``on_poll``, which may raise."""
         self._watchdog.wait_until_started(on_poll)
         self._connection.check_connected()
 
@@ -131,7 +131,7 @@ class NcclCommunicator(Communicator):
     def wait_briefly(self) -> bool:
         """Wait for at most `_QUICK_SECONDS` for small all-reduces on a stream that was idle.  Return True if complete.
 
-        On an idle stream they take less time than the launch that `rewrap` needs without the results.
+        On an idle stream, small all-reduces take less time than the launch that `rewrap` needs without their results.
         """
         nbytes, self._enqueued_nbytes = self._enqueued_nbytes, 0
         if not 0 < nbytes <= _QUICK_NBYTES:
@@ -151,7 +151,7 @@ class NcclCommunicator(Communicator):
         return 0 if self._array_device.stream is None else _QUICK_NBYTES
 
     def compare_started(self, digest: bytes) -> bool:
-        """Compare the ranks' digests once this rank has started its collectives; abort them if the digests differ."""
+        """Compare the ranks' digests once this rank has started its collectives.  Abort them if the digests differ."""
         have_all_started = self._watchdog.compare_started(digest)
         if not have_all_started:
             self.abort()

@@ -112,7 +112,7 @@ class NcclConnection:
     def _connect_in_thread(self, unique_id: bytes) -> str | None:
         """Connect in a thread.  Return the reason of a failure, or None.
 
-        If a peer fails, the thread is abandoned.  A non-blocking communicator would be interruptible, but starts a
+        If a peer fails, the thread is abandoned.  A non-blocking communicator would be interruptible, but would start a
         thread for each collective.
         """
         errors: list[BaseException] = []

@@ -117,8 +117,8 @@ class _InputBuffer:
 class _DoubleBuffer:
     """One or two buffers for one input of one shape.
 
-    There is one buffer as long as each launch completes before the next copy starts, since XLA's recorded launches
-    depend on addresses.  Otherwise there are two, one of which is filled while the other one is read.
+    XLA's recorded launches depend on addresses, so there is one buffer as long as each launch completes before the next
+    copy starts.  Otherwise there are two: one is filled while the other one is read.
     """
 
     def __init__(self, allocate: Callable[[], _InputBuffer]):
@@ -332,7 +332,7 @@ class Staging:
         return double_buffer
 
     def _allocate(self, shape: tuple[int, ...], dtype: str) -> Array:
-        """Return a new array; copies into it wait for earlier launches, which may still read memory that it reuses."""
+        """Allocate an array.  Copies into it wait for earlier launches, which may still read memory that it reuses."""
         self.set_current_gpu()
         array = self.array_device.empty(shape, np.dtype(dtype))
         if self.array_device.stream is not None:

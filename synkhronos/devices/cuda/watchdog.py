@@ -17,7 +17,7 @@ them::
                          (also `ABORT_TIMEOUT_SECONDS` after a failure, for any reason)
 
 The ranks agree on whether all have started (`synkhronos.ranks.agreement`), so either all abort a collective or none
-does.  There are three checks: in `wait_until_started`, at the end of a failed command (`cancel`), and in a thread,
+does.  A rank checks in `wait_until_started`, and at the end of a failed command (`cancel`).  A thread checks, too,
 since a rank that waits for its GPU does not notice a failure.
 
 Invariant: at most one of a rank's connections has work on the stream.  Blocking operations (all but ``all_reduce`` of
@@ -95,8 +95,8 @@ class CollectiveWatchdog(PendingOperation):
         """Record that this rank's collectives have completed.
 
         NCCL buffers small messages, so a sender (such as the root of a broadcast) may complete before its receivers
-        have started.  If a receiver then fails before it starts, its next collective would receive the message.  So
-        `cancel` aborts the connection.
+        have started.  If a receiver then fails before it starts, its next collective would receive the message.  To
+        prevent this, `cancel` aborts the connection.
         """
         self.mark_idle()
         if connection is self.connections[0]:
@@ -137,8 +137,7 @@ class CollectiveWatchdog(PendingOperation):
     def notify_started(self) -> None:
         """Notify the other ranks, without waiting, that this rank has started its collectives.
 
-        It is sufficient in place of `wait_until_started` at the end of a command: the master waits for the end of all
-        ranks.
+        At the end of a command, this replaces `wait_until_started`, since the master waits for the end of all ranks.
         """
         if self._started_barrier_number == math.inf:
             self._started_barrier_number = self._rank.barriers.next_number
@@ -220,10 +219,11 @@ class CollectiveWatchdog(PendingOperation):
                 self.abort()
 
     def _query_idle(self) -> bool:
-        """Whether the stream is idle; False if CUDA does not answer within `STUCK_TIMEOUT_SECONDS`.
+        """Whether the stream is known to be idle: False if CUDA does not answer within `STUCK_TIMEOUT_SECONDS`.
 
         A stream has a capacity of about a thousand operations.  Enqueueing one on a full stream blocks within CUDA, and
-        blocks every other call of CUDA; forever if the GPU waits for a missing peer.  So the query has its own thread.
+        so does every other call of CUDA.  They block forever if the GPU waits for a missing peer, so the query has its
+        own thread.
         """
         answers: list[bool] = []
 

@@ -1,4 +1,4 @@
-"""Search for the stream on which XLA computes, by a program with a foreign function that is called with the stream."""
+"""Search for the stream on which XLA computes: a program calls a foreign function, which XLA passes the stream."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ComputeStream(NamedTuple):
 
 
 _STREAM_TARGET = "synkhronos_compute_stream"
-#: Thread that launches the program that calls `_stream_callback`.
+#: Thread that launches the program with `_stream_callback`.
 _probing_threads: list[threading.Thread] = []
 #: Streams that `_stream_callback` has found.
 _found_streams: list[ComputeStream] = []

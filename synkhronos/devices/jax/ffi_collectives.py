@@ -9,8 +9,8 @@ The calls of a collective on an array in chunks::
     NCCL         side stream             side stream             XLA's stream, which waits for the side stream
 
 The handlers in C++ get the NCCL connection by `FfiCollectives.use_communicator`.  With the caller "python", XLA calls
-`_start_callback` and `_finish_callback` instead.  They find the `FfiCollectives` by an attribute of the call, its
-number, and pass the arrays to the launch's `CollectiveHandler`.
+`_start_callback` and `_finish_callback` instead.  Each call has a number as an attribute, by which they find the
+`FfiCollectives`.  They pass the arrays to the launch's `CollectiveHandler`.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ class CollectiveHandler:
 class FfiCollectives:
     """The collectives of one XLA program, which gets a `CollectiveHandler` for each launch.
 
-    ``trace_start``, ``trace_finish`` and ``trace_sum`` insert its calls into the program, while JAX traces it.
-    With the ``nccl_caller`` "python" XLA calls NCCL by a `CollectiveHandler`, with "native" by handlers in C++, with
-    "graph" by handlers in C++ that XLA may record in a CUDA graph.  The latter two need `use_communicator`.  An error
-    ends the launch if ``aborts_on_error``.  If not, as always with handlers in C++, the launch continues with undefined
-    reductions that are marked as invalid, so that the program can return the old values of donated arrays.
+    ``trace_start``, ``trace_finish`` and ``trace_sum`` insert its calls into the program, while JAX traces it.  With
+    the ``nccl_caller`` "python" XLA calls NCCL by a `CollectiveHandler`, with "native" by handlers in C++, with "graph"
+    by handlers in C++ that XLA may record in a CUDA graph.  The latter two need `use_communicator`.  An error ends the
+    launch if ``aborts_on_error``.  Otherwise, and always with handlers in C++, the launch continues.  Its undefined
+    reductions are then marked as invalid, so that the program can return the old values of donated arrays.
     """
 
     _numbers = itertools.count()
@@ -187,12 +187,12 @@ class FfiCollectives:
         """Trace a collective on arrays, and the wait for ``started``, all arrays that `trace_start` has returned.
 
         ``token`` is the last token of `trace_start`, and ``shapes`` has the shape, as there, of each of ``arrays``.
-        ``extra_operands`` are further operands of the call.  In a loop: a value that differs in each iteration, without
-        which XLA would hoist the call out of the loop.  Arrays whose collectives were started with a shape: XLA would
-        reuse their memory.
+        ``extra_operands`` are further operands of the call.  In a loop, a value that differs in each iteration prevents
+        XLA from hoisting the call out of the loop.  Arrays whose collectives were started with a shape are operands so
+        that XLA does not reuse their memory.
 
-        Return the started arrays, then ``arrays``, both reduced (or gathered), and an int32: 0 if the connection was
-        aborted, so that they are undefined.
+        Return the started arrays, then ``arrays``, both reduced (or gathered), and an int32.  The int32 is 0 if the
+        connection was aborted, and the arrays are undefined.
         """
         import jax
 
@@ -225,7 +225,7 @@ class FfiCollectives:
         return reduced, is_valid
 
     def trace_sum(self, array: Array) -> Any:
-        """Trace the sum of an array of floats over the ranks; it is NaN if the connection was aborted.
+        """Trace the sum of an array of floats over the ranks.  The sum is NaN if the connection was aborted.
 
         Under `jax.vmap`, the whole batch is reduced at once.
         """

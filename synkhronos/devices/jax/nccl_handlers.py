@@ -1,4 +1,4 @@
-"""Compilation of the handlers in C++ by which XLA calls NCCL, at their first use; the result is cached on disk.
+"""Compilation of the handlers in C++ by which XLA calls NCCL, at their first use.  The result is cached on disk.
 
 Without a compiler, XLA calls NCCL through Python (`ffi_collectives`).
 """
@@ -43,7 +43,7 @@ def read_nccl_caller() -> NcclCaller:
 
 @cache
 def load_handlers() -> Any:
-    """Return the library of handlers, registered with XLA, or None, if they can't be compiled; the reason is logged."""
+    """Register the library of handlers with XLA, and return it.  If it can't be compiled, log why, and return None."""
     try:
         library = ctypes.CDLL(str(compile_handlers()))
         for name in (START_TARGET, FINISH_TARGET, RECORDABLE_FINISH_TARGET):
@@ -59,7 +59,7 @@ def load_handlers() -> Any:
 
 
 def compile_handlers() -> Path:
-    """Return the path of the compiled handlers; compile them unless another process has."""
+    """Compile the handlers unless another process has, and return their path."""
     import jax
     import jaxlib
 

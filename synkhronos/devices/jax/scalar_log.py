@@ -1,8 +1,9 @@
 """Scalar outputs of many launches, in memory at fixed addresses.
 
-XLA records a launch as a CUDA graph, and replays it as long as no address changes, which takes less time.  If each loss
-were an array of its own, its address would change at every launch.  So each launch appends its scalars to one array per
-output, which is donated from launch to launch.  One copy to host memory reads the scalars of many launches.
+XLA records a launch as a CUDA graph.  As long as no address changes, it replays the graph, which takes less time.  If
+each loss were an array of its own, its address would change at every launch.  Each launch therefore appends its scalars
+to one array per output, which is donated from launch to launch.  One copy to host memory reads the scalars of many
+launches.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ _registered: set[str] = set()
 
 
 def register_target(name: str, callback: Any, platform: str | None = None) -> None:
-    """Register a foreign function with XLA, once, on a platform; by default on that on which JAX computes."""
+    """Register a foreign function with XLA, once, for a platform: by default, the one on which JAX computes."""
     import jax
 
     if name not in _registered:

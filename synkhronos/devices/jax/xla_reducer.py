@@ -74,7 +74,7 @@ class InterruptDetector:
 
 
 class XlaReducer(CollectiveHandler):
-    """Base class of the reducers of one program.  They start no chunks, and an error ends the launch.
+    """Base class of the reducers of one program.  Reducers start no chunks, and an error ends the launch.
 
     ``n_sums`` is the number of sums so far.
     """
