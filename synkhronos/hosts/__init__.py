@@ -1,8 +1,9 @@
 """Ranks on other machines.
 
 The ranks of a machine, a *host*, share memory.  Each host has one more process, its *agent*, which is no rank.  Only
-agents use MPI.  An agent mirrors into its host's control memory the words that ranks of other hosts write into theirs.
-So a rank always waits for words in its own host's memory, and the layers above need no code for hosts::
+agents use MPI.  Ranks of other hosts write words into their own control memory, and an agent mirrors these words into
+that of its host.  A rank thus always waits for words in its own host's memory, and the layers above need no code for
+hosts::
 
     host a                                                          host b
     master, workers <-> control memory <-> agent  <== MPI ==>  agent <-> control memory <-> workers

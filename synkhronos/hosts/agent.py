@@ -14,9 +14,9 @@ An agent polls its host's control memory and MPI in turns, and blocks on neither
     the master ends the ranks                     ->           END; answered by ENDED
 
 The agent of the master's host and every other agent send each other HEARTBEAT a few times a second.  A host from which
-no message arrives for `host_timeout` seconds is lost.  The agent of the master's host reports it to the master.
-Another agent that has lost the master's host kills its workers and exits.  A rank may compute for minutes, since agents
-send the heartbeats.
+no message arrives for `host_timeout` seconds is lost.  The agent of the master's host reports the loss to the master.
+An agent that has lost the master's host kills its workers and exits.  A rank may compute for minutes, since agents send
+the heartbeats.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ class Agent:
         self._program_agent.start_command(self._last_command_number, program_layout)
 
     def keep_alive(self, max_unsent: int = 1 << 30) -> None:
-        """Send heartbeats during long work; with ``max_unsent`` also wait until at most that many messages are unsent.
+        """Send heartbeats during long work.  With ``max_unsent``, wait until at most that many messages are unsent.
 
         The limit is the flow control of pages: their unsent messages occupy memory.
         """
@@ -333,7 +333,7 @@ class Agent:
             del self._workers.pids[rank]
 
     def _end_without_master(self, now: float) -> None:
-        """End all hosts after the master's death; if some do not answer, exit, so that ``mpirun`` ends them."""
+        """End all hosts after the master's death.  If some do not answer, exit, so that ``mpirun`` ends them."""
         self._control.words[ControlMemory.END_REQUEST] = ControlMemory.KILL_WORKERS
         self._exit_deadline = self._exit_deadline or now + _HOST_EXIT_SECONDS
         if now > self._exit_deadline:

@@ -48,7 +48,7 @@ def is_this_machine(name: str) -> bool:
 
 
 def parse_hosts(hosts: str | Sequence[str] | None) -> list[Host]:
-    """Return the list of hosts for ``fork(hosts=...)``; empty for this machine alone.
+    """Return the list of hosts for ``fork(hosts=...)``, which is empty for this machine alone.
 
     ``hosts`` are names, optionally with a number of ranks: ``"a:3"``; or "all", the hosts of a Slurm, PBS or LSF
     allocation; or None, for the environment variable ``SYNKHRONOS_HOSTS``.  Raise TypeError or ValueError for other

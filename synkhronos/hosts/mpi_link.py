@@ -75,8 +75,8 @@ class MpiLink(Link):
     """Link of a session with ranks on several hosts, of which the master's host is the first.
 
     Its methods are called in this order: `start_agents`, `assign_ranks`, `start_remote_workers`, and then `shut_down`,
-    or `kill` after a failure.  Agents that `shut_down` has kept serve the link that `reconnect` returns.  A host is
-    lost after ``timeout`` seconds without a message.  The output of the other hosts is written to ``output``, by
+    or `kill` after a failure.  If `shut_down` keeps the agents, they serve the link that `reconnect` returns.  A host
+    is lost after ``timeout`` seconds without a message.  The output of the other hosts is written to ``output``, by
     default this process's standard streams.
     """
 
@@ -353,7 +353,7 @@ class MpiLink(Link):
         self._control = self._link_memory = None
 
     def kill(self, exit_seconds: float = _EXIT_SECONDS) -> None:
-        """End ``mpirun`` and the agents, which end their workers; after ``exit_seconds`` by a signal."""
+        """End ``mpirun`` and the agents, which end their workers.  After ``exit_seconds``, kill ``mpirun``."""
         if self._mpirun is None:
             return
         self._idle_host_infos = None
@@ -368,15 +368,15 @@ class MpiLink(Link):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self._mpirun.wait()
-            # Open MPI's ssh inherits the pipes that are read here, and may pass them on (ControlMaster).  They stay
-            # open while any process waits for an unreachable host, but contain all output already.
+            # # Open MPI's ssh inherits the pipes that are read here, and may pass them on (ControlMaster).  The pipes
+            # stay open while any process waits for an unreachable host, but already contain all output.
             output_seconds = _OUTPUT_SECONDS
         for reader in self._output_threads:
             reader.join(output_seconds)
         self._forget_control()
 
     def reconnect(self, excluded_ranks: Collection[int]) -> Link:
-        """Return a link to the hosts that have ranks left, whose agents have been started."""
+        """Start the agents of the hosts that have ranks left, unless they run, and return a link to these hosts."""
         ranks_left = {
             name: [rank for rank in ranks if rank not in excluded_ranks]
             for name, ranks in zip(self.host_names, self.ranks_by_host, strict=True)
@@ -463,7 +463,7 @@ class MpiLink(Link):
 
 
 def _list_forkable_modules() -> list[str]:
-    """Return the imported modules that workers will need, and which may be imported before a fork."""
+    """Return the imported modules that workers will need, and that may be imported before a fork."""
     return [
         name
         for name, module in list(sys.modules.items())

@@ -1,9 +1,8 @@
 """Table of the pages of shared memory that other hosts have; missing and changed pages are sent.
 
-Users write into shared memory by any means of NumPy, which can't be detected.  So the pages that a command reads are
-compared with a copy of the last sent pages, and changed pages are sent again.  No write is missed, and
-unchanged pages are sent once.  The costs are the copy, on the master's host, and the comparison in each
-command.
+Users write into shared memory by any means of NumPy, and such writes can't be detected.  The pages that a command reads
+are therefore compared with a copy of the last sent pages, and changed pages are sent again.  No write is missed, and
+unchanged pages are sent once.  The costs are the copy, on the master's host, and the comparison in each command.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ requests and bytes, and do not compute::
 
 Rows are sent from memory to memory, after a message with their offset.
 
-Invariant: messages of a host are processed in order.  A message is processed after the bytes that were announced before
-it have arrived, and after this host has received the command to which it belongs.
+Invariant: messages of a host are processed in order.  Before a message is processed, the bytes that were announced
+earlier have arrived, and this host has received the command to which the message belongs.
 """
 
 from __future__ import annotations
