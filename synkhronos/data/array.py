@@ -1,7 +1,7 @@
-"""Arrays in shared memory that all ranks read, and that the user changes in place, unless they are read-only.
+"""Arrays in shared memory: all ranks read them, and the user changes them in place unless they are read-only.
 
-An array grows by moving to a larger segment.  With the next command the session sends the ranks the segments that are
-new, and the keys of released ones.
+An array grows by moving to a larger segment.  With the next command, the session sends the ranks the new segments, and
+the keys of released ones.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ class Data:
     # -- internal: the call lock is held; other packages use `data_access` ---------------------------------------
 
     def _get_array_location(self) -> ArrayLocation:
-        """Return the location by which ranks find the array; allocate a segment for an array without items."""
+        """Return the location by which ranks find the array.  Allocate a segment for an array without items."""
         self._check_open()
         if self._segment is None:  # even an array without items needs a segment that ranks can map
             private = self._array
@@ -275,7 +275,7 @@ class Data:
         self._array[...] = value
 
     def _check_value(self, x: npt.ArrayLike, force_cast: bool, argument: str) -> np.ndarray:
-        """Return a value as an array, after a check of its dtype and number of dimensions.  It is not cast."""
+        """Check a value's dtype and number of dimensions, and return it as an array.  It is not cast."""
         check_flag(force_cast, "force_cast")
         value = as_numbers(x, argument)
         if value.ndim != self._ndim:
