@@ -70,10 +70,10 @@ def is_registered(shared: SharedVariable) -> bool:
 
 
 class CollectiveCache(BoundedCache[Any, Any]):
-    """Commands of collectives on a single variable; empty after the user has set a value on the master alone.
+    """Commands of collectives on a single variable.
 
-    So the next collective on the variable calls `Replicator.record_collective`.  The keys are a weak reference to the
-    variable, the command's class and its arguments.
+    The keys are a weak reference to the variable, the command's class and its arguments.  Setting a value on the master
+    alone empties the cache, so that the next collective on the variable calls `Replicator.record_collective`.
     """
 
 
@@ -328,9 +328,9 @@ def _pickle_by_value(modules: Iterable[str]) -> Iterator[None]:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Pickler that replaces shared variables by keys, and pickles code that can't be imported by value.
+    """Pickler that replaces shared variables by keys, and pickles by value the code that can't be imported.
 
-    It appends the arrays, which are not in the stream, to ``buffers``, and the user's classes and functions to
+    Arrays are not in the stream: they are appended to ``buffers``.  The user's classes and functions are appended to
     ``code``.
     """
 
