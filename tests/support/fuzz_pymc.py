@@ -181,7 +181,7 @@ class ModelBuilder:
 
     # -- expressions with an element for each row, or one for all rows -------------------------------------------
 
-    def _draw_real(self) -> Any:
+    def _real(self) -> Any:
         x, group = self.x, self.group
         expression = self._choose(
             "real",
@@ -219,11 +219,11 @@ class ModelBuilder:
             lambda: self._parameter("positive"),
             lambda: self._parameter("positive"),
             lambda: self._parameter("positive", 3)[self._wrap_data(self.group)],
-            lambda: pt.exp(self._draw_real()),
-            lambda: pt.softplus(self._draw_real()),
-            lambda: self._draw_real() ** 2 + 0.1,
+            lambda: pt.exp(self._real()),
+            lambda: pt.softplus(self._real()),
+            lambda: self._real() ** 2 + 0.1,
             lambda: self._wrap_data(self.rng.gamma(2, size=self.n_rows) + 0.1) * self._parameter("positive"),
-            lambda: abs(self._draw_real()),
+            lambda: abs(self._real()),
             lambda: self._parameter("positive") + self._parameter("positive") * self.x[:, 0],  # negative for some rows
         )()
         return expression
@@ -233,9 +233,9 @@ class ModelBuilder:
             "unit",
             lambda: self._parameter("unit"),
             lambda: self._parameter("unit", 3)[self.group],
-            lambda: pt.sigmoid(self._draw_real()),
-            lambda: pm.math.invprobit(self._draw_real()),
-            lambda: 1 - pt.exp(-pt.exp(self._draw_real())),
+            lambda: pt.sigmoid(self._real()),
+            lambda: pm.math.invprobit(self._real()),
+            lambda: 1 - pt.exp(-pt.exp(self._real())),
             lambda: 0.5 + self._real_of_rows() / 4,  # beyond 0 and 1 for some rows
         )()
 
