@@ -188,7 +188,10 @@ class Device(ABC):
         return None
 
     def as_writable(self, value: Array, has_other_references: bool) -> Array:
-        """Return a container's value if it is contiguous and may be written in place, else a copy."""
+        """Return a container's value if it is contiguous and may be written in place, else a copy.
+
+        Immutable arrays, as JAX's, may be written only if the container alone references them.
+        """
         return self.from_numpy(self.to_numpy(value))
 
     def rewrap(self, value: Array, is_complete: bool = False) -> Array:

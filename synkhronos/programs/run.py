@@ -31,7 +31,7 @@ from synkhronos.ranks import ArrayLocation, Command, Rank, Session
 from synkhronos.ranks.program_memory import ProgramMemoryLayout
 from synkhronos.ranks.program_peers import ProgramPeers
 
-#: Number of locks, in addition to one for each rank.
+#: Number of locks for any use, in addition to one for each rank's host; see `RankContext.lock`.
 _N_EXTRA_LOCKS = 8
 
 
@@ -149,9 +149,9 @@ class RunProgram(_RunProgramFields, Command):
 
 
 def _pickle_program(
-    session: Session, value: object, function_keys: list[Any], published_arrays: list[ArrayLocation]
+    session: Session, program_call: tuple[Any, ...], function_keys: list[Any], published_arrays: list[ArrayLocation]
 ) -> bytes:
-    """Pickle the program and its arguments.
+    """Pickle ``(program, args, kwargs)``.
 
     Append the keys of functions, and the locations of Data objects, among the arguments to the two lists.
     """
@@ -160,7 +160,7 @@ def _pickle_program(
     pickler = pickler_class(stream, pickle.HIGHEST_PROTOCOL)
     pickler.session, pickler.function_keys, pickler.published_arrays = session, function_keys, published_arrays
     try:
-        pickler.dump(value)
+        pickler.dump(program_call)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise TypeError(
             f"the program and its arguments have to be pickled for the other ranks: {error}; a program has to be a "
@@ -207,9 +207,9 @@ class _ProgramUnpickler(pickle.Unpickler):
     peers: ProgramPeers
 
     def persistent_load(self, reference: Any) -> Any:
-        reference_type, key = reference
+        reference_type, key_or_location = reference
         if reference_type == "function":
-            return LocalFunction(self.rank, self.peers, self.rank.get_object(key))
+            return LocalFunction(self.rank, self.peers, self.rank.get_object(key_or_location))
         if reference_type == "data":
-            return LocalRows(self.rank, key)
-        return self.rank.get_object(key)
+            return LocalRows(self.rank, key_or_location)
+        return self.rank.get_object(key_or_location)

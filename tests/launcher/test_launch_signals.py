@@ -41,7 +41,7 @@ def test_ignored_signal_stays_ignored(tmp_path):
 
 #: A master that sends SIGTERM to the supervisor twice, as a scheduler does, and exits with 143 after it has written a
 #: checkpoint.
-SAVES = """
+CHECKPOINTING_MASTER = """
 trap 'mkdir -p {folder}/checkpoints/rows-000000000007; exit 143' TERM
 kill -TERM {pid}; kill -TERM {pid}
 for i in $(seq 600); do sleep 0.1; done
@@ -49,7 +49,7 @@ for i in $(seq 600); do sleep 0.1; done
 
 
 def test_signal_lets_ranks_write_a_checkpoint(tmp_path, capfd):
-    run = ShellSupervisor(tmp_path, SAVES.format(folder=tmp_path, pid=os.getpid()), checkpoint=1)
+    run = ShellSupervisor(tmp_path, CHECKPOINTING_MASTER.format(folder=tmp_path, pid=os.getpid()), checkpoint=1)
     assert run.run() == 143
     record, path = run.read_record(), str(tmp_path / "checkpoints" / "rows-000000000007")
     assert (record["status"], record["signal"], record["checkpoint"]) == (143, "SIGTERM", path)
@@ -99,25 +99,26 @@ def test_repeated_interrupts_leave_no_rank(tmp_path, monkeypatch):
             ["sh", "-c", "trap '' INT; exec sleep 60"], stdout=consoles[0], start_new_session=True
         )
 
-    def press():
+    def interrupt_repeatedly():
         for _ in range(4):
             time.sleep(0.2)
             os.kill(os.getpid(), signal.SIGINT)
 
     kill, killers = os.killpg, []
 
-    def killed(pid, number):
+    def kill_later(pid, number):
         """Kill a second later, as if the kernel took long to release memory."""
         if not killers:
             killers.append(threading.Timer(1.0, kill, (pid, number)))
             killers[0].start()
 
     monkeypatch.setattr(run, "_start_master", start)
-    monkeypatch.setattr(os, "killpg", killed)
-    thread = threading.Thread(target=press)
+    monkeypatch.setattr(os, "killpg", kill_later)
+    thread = threading.Thread(target=interrupt_repeatedly)
     thread.start()
     assert run.run() == 128 + signal.SIGINT
     thread.join()
+    assert run._master.returncode == -signal.SIGKILL
 
 
 @pytest.mark.faults

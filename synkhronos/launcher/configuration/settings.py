@@ -62,6 +62,7 @@ class Settings:
     #: Number of epochs; None: the class's ``n_epochs``.
     epochs: int | None = None
     seed: int = 0
+    #: Whether ranks are bound to cores.
     bind: bool = True
     #: Entries of the class's argument ``config``, without those that the run adds.
     config: dict[str, Any] = field(default_factory=dict)
@@ -71,6 +72,7 @@ class Settings:
     every: int = 40
     #: Number of epochs between two checkpoints; 0: no checkpoints.
     checkpoint: int = 0
+    #: Number of checkpoints that are kept.
     keep: int = 3
     #: Seconds that ranks have to write a checkpoint after a scheduler's signal.  With 0, ranks are killed at once.
     grace: float = 30.0
