@@ -183,7 +183,7 @@ class Session(CommandRunner):
             if self.close_reason is not None:
                 return
             if not kill:
-                # The wait for this command differs from others: a stopped worker would never finish it.
+                # The session does not wait for this command as for others: a stopped worker would never finish it.
                 self._command_number += 1
                 try:
                     self._mailbox.post(self._command_number, Exit())
