@@ -129,8 +129,8 @@ class Executable(Runner):
             changed = [*(positions[id(storage)] for storage in self._updated_storages), *logs]
             compute = partial(trace_loop, compute, self.n_repeats, self._n_inputs, changed)
         options["compiler_options"] = COMPILER_OPTIONS if is_bfloat16_requested() else None
-        # # keep_unused: old values that no computation reads donate their memory, too.  Addresses then stay the same,
-        # and XLA can replay recorded launches.
+        # keep_unused: old values that no computation reads donate their memory, too.  Addresses then stay the same, and
+        # XLA can replay recorded launches.
         options |= {"donate_argnums": tuple(donated), "keep_unused": True}
         # A new function object each time: for the same object, JAX would return the program that it has compiled.
         return lambda: jax.jit(partial(compute), **options)
