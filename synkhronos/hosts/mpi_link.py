@@ -368,7 +368,7 @@ class MpiLink(Link):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self._mpirun.wait()
-            # # Open MPI's ssh inherits the pipes that are read here, and may pass them on (ControlMaster).  The pipes
+            # Open MPI's ssh inherits the pipes that are read here, and may pass them on (ControlMaster).  The pipes
             # stay open while any process waits for an unreachable host, but already contain all output.
             output_seconds = _OUTPUT_SECONDS
         for reader in self._output_threads:
