@@ -17,7 +17,7 @@ Schedule = Callable[[float], float]
 
 
 def get_state(schedule: Schedule) -> dict[str, Any]:
-    """Return the state of `plateau` for a checkpoint, also if other schedules wrap it; empty for other schedules."""
+    """Return the state of `plateau`, also within other schedules, for a checkpoint; empty for other schedules."""
     base = _find_plateau(schedule)
     if base is None:
         return {}
@@ -26,7 +26,7 @@ def get_state(schedule: Schedule) -> dict[str, Any]:
 
 
 def set_state(schedule: Schedule, state: Mapping[str, Any]) -> None:
-    """Restore a state from `get_state`, if its schedule had the same class and initial rate; else do nothing."""
+    """Restore a state from `get_state`.  Do nothing if its schedule had another class or initial rate."""
     base = _find_plateau(schedule)
     if base is not None and state.get("made") == base._identity:
         base.rate, base.n_reports_since_best = state["rate"], state["since"]
@@ -34,7 +34,7 @@ def set_state(schedule: Schedule, state: Mapping[str, Any]) -> None:
 
 
 def reset_best(schedule: Schedule) -> None:
-    """Reset the best value of `plateau`, before it observes another quantity; its rate is unchanged."""
+    """Reset the best value of `plateau`, before it observes another quantity.  Its rate is unchanged."""
     base = _find_plateau(schedule)
     if base is not None:
         base.best, base.n_reports_since_best = math.inf, 0

@@ -7,9 +7,9 @@ A checkpoint is a folder of three files::
         meta.json           {"format": 2, "metrics": {...}, "meta": {...}}
         SHA256SUMS          digests of both, as sha256sum writes them
 
-A checkpoint is written under a unique name, synchronized with the disk, and then renamed to its final name.  It is
-renamed again before it is removed.  So a checkpoint under its final name is complete.  Reading it compares the digests.
-Nothing in it is a pickle.
+A checkpoint is written under a unique name, synchronized with the disk, and then renamed to its final name.  Before it
+is removed, it is renamed again.  A checkpoint under its final name is therefore complete.  Reading it compares the
+digests.  Nothing in it is a pickle.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class CheckpointFolder:
         meta: Mapping[str, Any],
         metrics: Mapping[str, float] | None = None,
     ) -> Path:
-        """Write a checkpoint and return its path; remove checkpoints of more rows, and the oldest ones beyond `keep`.
+        """Write a checkpoint and return its path.  Remove checkpoints of more rows, and the oldest ones beyond `keep`.
 
         Parameters
         ----------
@@ -144,7 +144,8 @@ class CheckpointFolder:
         with _make_temporary_folder(self.folder) as temporary:
             _write_files(temporary, files)
             # Checkpoints of more rows belong to an abandoned run: this run resumed from an earlier checkpoint.  They
-            # are removed first.  After a kill in between, none of them can be mistaken for a checkpoint of this run.
+            # are removed first, so that after a kill in between none of them can be mistaken for a checkpoint of this
+            # run.
             for later_path in reversed(self.list_paths()):
                 if _make_sort_key(later_path) > _make_sort_key(path):
                     self._remove(later_path)
@@ -160,7 +161,7 @@ class CheckpointFolder:
         return path
 
     def lock(self) -> None:
-        """Lock the folder for this object, and remove unfinished checkpoints of killed writers; `save` calls this.
+        """Lock the folder for this object, and remove unfinished checkpoints of killed writers.  `save` calls this.
 
         Raises
         ------
@@ -283,7 +284,7 @@ def _make_temporary_path(folder: Path) -> Path:
 
 
 def _make_sort_key(path: Path) -> tuple[int, bool]:
-    """Return the sort key of a checkpoint: by rows; a replaced one sorts before its replacement."""
+    """Return the sort key of a checkpoint: by rows.  A replaced checkpoint sorts before its replacement."""
     match = _NAME_PATTERN.fullmatch(path.name)
     assert match is not None
     return int(match[1]), match[2] is None

@@ -108,7 +108,7 @@ def _check_options(
 
 
 def _to_json_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options in types that JSON can represent; other values become `_ANY_VALUE`."""
+    """Return options in types that JSON can represent.  Other values become `_ANY_VALUE`."""
     plain = {name: np.asarray(value).item() if is_number(value) else value for name, value in options.items()}
     return {name: v if isinstance(v, str | int | float | bool | None) else _ANY_VALUE for name, v in plain.items()}
 

@@ -1,7 +1,7 @@
 """Lock that gives a checkpoint folder one writer at a time.
 
 Two runs that write into one folder could delete each other's checkpoints.  A file that marks the folder as in use would
-outlive a killed writer.  So the lock is `flock` on a file in the folder.  When the process exits or is killed, the
+outlive a killed writer, so the lock is `flock` on a file in the folder.  When the process exits or is killed, the
 kernel releases the lock; on NFS the server does.  The file's text names the writer, for error messages only.
 """
 
@@ -40,10 +40,10 @@ class FolderLock:
         return self._file is not None
 
     def acquire(self) -> None:
-        """Acquire the lock without waiting; does nothing if this object holds it.
+        """Acquire the lock without waiting.  Do nothing if this object holds it.
 
-        On a file system without locks this warns, and the object holds a lock that excludes no other.  If another
-        object holds the lock, BlockingIOError names its process and host.
+        On a file system without locks, this warns, and the object's lock excludes no other writer.  If another object
+        holds the lock, BlockingIOError names its process and host.
         """
         if self._file is not None:
             return

@@ -46,7 +46,7 @@ class RankStateSpec:
 
 
 def read_state(context: RankContext, spec: RankStateSpec) -> dict[str, Any]:
-    """Return the state of this rank; for joint steps, ranks other than 0 return only entries that may differ.
+    """Return the state of this rank.  For joint steps, ranks other than 0 return only entries that may differ.
 
     ``others``, ``params``, ``optimizer`` and ``excluded`` are values of the variables in `VariablesByRole`, ``streams``
     those of its generators.  ``own``, ``step`` and ``since`` are attributes of `ExchangeState`.
@@ -103,7 +103,7 @@ def _unpack_states(content: Checkpoint, spec: RankStateSpec) -> list[dict[str, A
 
 
 def set_params_to_consensus(context: RankContext, name: str, exchange_rule: ExchangeRule) -> None:
-    """Set the parameters to the exchange rule's consensus; store this rank's own parameters under ``"own"``."""
+    """Set the parameters to the exchange rule's consensus.  Store this rank's own parameters under ``"own"``."""
     storage = context.get_persistent_dict(name)
     state: ExchangeState = storage["state"]
     consensus = exchange_rule.compute_consensus(context, state)
@@ -112,7 +112,7 @@ def set_params_to_consensus(context: RankContext, name: str, exchange_rule: Exch
 
 
 def restore_own_params(context: RankContext, name: str) -> None:
-    """Set the parameters back to this rank's own, after `set_params_to_consensus`; else do nothing."""
+    """Set the parameters back to this rank's own, if `set_params_to_consensus` has replaced them."""
     storage = context.get_persistent_dict(name)
     if "own" in storage:
         storage["state"].vector = storage["own"]
@@ -137,7 +137,7 @@ def restore_state(context: RankContext, spec: RankStateSpec, path: str, root: in
 
 
 def write_state(context: RankContext, spec: RankStateSpec, saved_state: dict[str, Any]) -> None:
-    """Set this rank's state to a result of `read_state`; generators are unchanged if ``streams`` is None."""
+    """Set this rank's state to a result of `read_state`.  Generators are unchanged if ``streams`` is None."""
     spec.variables.write_values(saved_state)
     if saved_state["streams"] is not None:
         for shared, value in zip(spec.variables.generators, saved_state["streams"], strict=True):

@@ -1,1 +1,1 @@
-"""Loops over epochs and batches that trainers and the launcher share, and the signals and deaths that end them."""
+"""Loops over epochs and batches, shared by trainers and the launcher, and the signals and deaths that end them."""

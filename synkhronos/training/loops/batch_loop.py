@@ -94,7 +94,7 @@ class PeriodicExchange:
 
 
 def adapt_interval_steps(steps: int, seconds: float, target_seconds: float) -> int:
-    """Return the number of steps that take about ``target_seconds``, at most twice ``steps``, which took ``seconds``.
+    """Return the number of steps that take about ``target_seconds``, at most twice ``steps``; these took ``seconds``.
 
     Examples
     --------

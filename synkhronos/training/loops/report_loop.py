@@ -6,9 +6,9 @@ Epochs are divided into intervals, each of which ends with a report::
       ^                                                                                           |
       +-------------------------------------------------------------------------------------------+
 
-`observe` compares the report with the best one so far, and `save` is called only for some reports.
-A signal may stop `train` or `validate`, which then return False.  Then `save_at_signal` saves the position
-within the interval, and there is no report.
+`observe` compares the report with the best one so far, and `save` is called only for some reports.  If a signal stops
+`train` or `validate`, the method returns False.  `save_at_signal` then saves the position within the interval, and
+there is no report.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from synkhronos.training.monitoring.report import Report
 
 
 class ReportLoop(ABC):
-    """Base class of loops over reports; subclasses define how to train until a report, validate and save."""
+    """Base class of loops over reports.  Subclasses define how to train until a report, validate and save."""
 
     #: Name of the metric that `early_stopping` observes, and "min" or "max" for the best value.
     metric: tuple[str, str]

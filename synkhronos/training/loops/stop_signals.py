@@ -127,7 +127,7 @@ class StopPoll:
         self._next_read_at = 0.0
 
     def poll(self) -> bool:
-        """Return True if the master has requested a stop; reads the flag about twice a second, under a lock."""
+        """Return True if the master has requested a stop.  The flag is read about twice a second, under a lock."""
         now = time.monotonic()
         if now < self._next_read_at:
             return bool(self._flag.array[0])

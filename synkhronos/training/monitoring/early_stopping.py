@@ -26,14 +26,14 @@ def parse_monitored_metric(value: object, name: str) -> tuple[str, str]:
 
 
 def to_cost(metrics: Mapping[str, float], metric: tuple[str, str]) -> float:
-    """Return the value of a metric as a cost, of which lower is better; infinity if it is missing or NaN."""
+    """Return the value of a metric as a cost, of which lower is better, or infinity if it is missing or NaN."""
     value = _SIGNS[metric[1]] * float(metrics.get(metric[0], math.nan))
     return math.inf if math.isnan(value) else value
 
 
 @dataclass
 class EarlyStopping:
-    """Best value of a metric so far, as a cost: lower is better; ``metric`` is empty before the first value."""
+    """Best value of a metric so far, as a cost: lower is better.  ``metric`` is empty before the first value."""
 
     metric: str = ""
     best: float = math.inf

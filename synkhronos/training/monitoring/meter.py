@@ -1,7 +1,7 @@
 """Measurement of a rank's training between two reports: time by activity, rows, steps and losses.
 
-Reading a loss waits for the step that computes it.  So losses stay on the device until their values are needed, and on
-GPUs Python launches the next steps in the meantime::
+Reading a loss waits for the step that computes it.  Losses therefore stay on the device until their values are needed,
+and on GPUs Python launches the next steps in the meantime::
 
     add_loss(loss, weight) --> unread losses --> read_losses() --> sums since the report --> get_totals() --> Report
                                                              |
@@ -124,7 +124,7 @@ class ActivityTimer:
 
 
 class _NextLine:
-    """Next line of a recorder: its ``totals`` since the last line; their ``seconds`` are the times at the last line."""
+    """Next line of a recorder: ``totals`` since the last line, except that ``seconds`` are those at the last line."""
 
     def __init__(self, recorder: RankRecorder):
         self.recorder = recorder
@@ -136,11 +136,11 @@ class _NextLine:
 
 
 class Meter:
-    """Counters of a rank's time, rows, steps and losses since the last report; also writes lines to recorders.
+    """Counters of a rank's time, rows, steps and losses since the last report.  They are also written to recorders.
 
-    ``launch_shapes`` are the numbers of steps, and of rows per step, of the launches so far, to which the meter adds
-    new ones.  ``total_steps`` is the number of earlier steps.  ``get_wait_seconds`` returns the seconds for which this
-    rank has waited for others so far; without it, waits are not separated from other activities.
+    ``launch_shapes`` are the numbers of steps, and of rows per step, of the launches so far.  The meter adds new ones
+    to them.  ``total_steps`` is the number of earlier steps.  ``get_wait_seconds`` returns the seconds for which this
+    rank has waited for others so far.  Without it, waits are not separated from other activities.
     """
 
     def __init__(

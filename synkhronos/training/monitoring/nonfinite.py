@@ -20,8 +20,8 @@ _BLOCK_NBYTES = 1 << 26
 def describe_nonfinite(arrays: Mapping[str, Any], rows: Any = None) -> str:
     """Describe the first row with NaN or infinity, for an error message.  Return "" if all values are finite.
 
-    ``arrays`` have their names in the message as keys; integers are skipped, and of `synkhronos.data_parts` only the
-    rows of this host are searched.  ``rows`` are the indexes to search, by default all.
+    ``arrays`` maps names in the message to arrays.  Integers are skipped, and of `synkhronos.data_parts` only the rows
+    of this host are searched.  ``rows`` are the indexes to search, by default all.
 
     Examples
     --------

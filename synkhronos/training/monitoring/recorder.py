@@ -8,8 +8,8 @@ need not wait for each other::
         rank-1.jsonl
         reports.jsonl     a line per report, written by the master
 
-A process may be killed in the middle of a line.  So each line is appended by one write to a file opened for it, a
-writer ends an incomplete line before its own, and readers skip lines that are no JSON.
+A process may be killed in the middle of a line.  For this reason, each line is appended by one write to a file opened
+for it, a writer ends an incomplete line before its own, and readers skip lines that are no JSON.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def format_record(record: Mapping[str, Any]) -> str:
 
 
 class TensorBoard:
-    """Recorder that writes the numbers of records as events for TensorBoard; needs the package tensorboardX.
+    """Recorder that writes the numbers of records as events for TensorBoard.  It needs the package tensorboardX.
 
     Parameters
     ----------

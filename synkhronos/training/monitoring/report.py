@@ -29,8 +29,8 @@ class Report:
         Number of steps since the last report, summed over ranks.  Under BSP on gradients all ranks take a step
         together, which counts once.
     loss : float
-        Mean loss of the rows since the last report, each before the step that used it; weighted by the trainer's
-        weight, if it has one.  NaN if the weights are all 0.
+        Mean loss of the rows since the last report, weighted by the trainer's weight, if it has one.  The loss of a row
+        is that before the step that used it.  NaN if the weights are all 0.
     validation : dict of str to float
         Metrics over all rows of the validation data.
     metrics : dict of str to float

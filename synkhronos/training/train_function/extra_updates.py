@@ -1,7 +1,7 @@
 """Extra updates: updates in a training step besides the update rule's, such as running averages.
 
-They are averaged over ranks ("mean"), or each rank keeps its own value (None).  Without an op, an analysis of the graph
-decides whether ranks may compute different values.
+Their op is "mean", which averages the new values over ranks, or None: each rank keeps its own value.  If no op is
+given, an analysis of the graph decides whether ranks may compute different values.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def parse_extra_updates(
 def _choose_ops(entries: list[Any], inputs: list[Variable]) -> list[ExtraUpdate]:
     """Return extra updates with ops: by default "mean" for floats, and None for all other variables.
 
-    The values of a variable with the op None may diverge between ranks.  Then expressions that read it may also differ.
-    So the analysis is repeated with these variables as sources, until it finds no more of them.
+    The values of a variable with the op None may diverge between ranks, and so may expressions that read it.  Therefore
+    the analysis is repeated with these variables as sources, until it finds no more of them.
     """
     expressions = [entry[1] for entry in entries if hasattr(entry[1], "owner")]
     if not expressions:

@@ -7,7 +7,7 @@ steps.  First the rows of each step are assigned to ranks, then steps with equal
     rows of 2 ranks    2, 2     2, 2     None     2, 2
     launches           ---------------   ------   ------
 
-If the rows of a step cannot be assigned in advance, or not evenly, None replaces them, and the step is a launch.
+If the rows of a step cannot be assigned in advance, or not evenly, they are None, and the step is a launch of its own.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def assign_rows(batches: Sequence[Any], length: int, n_ranks: int) -> list[StepR
 def assign_sliceable_rows(batches_s: Sequence[Any], n_ranks: int) -> list[StepRows]:
     """Return the row indexes of each step on each rank, for data in shared variables of the ranks.
 
-    Only a rank knows the length of its data.  So the result is None for a step in which some rank takes a slice, all of
-    its rows, or no row; and the range of indexes is not checked.
+    Only a rank knows the length of its data.  The result is therefore None for a step in which some rank takes a slice,
+    all of its rows, or no row.  For the same reason, the range of indexes is not checked.
     """
     steps: list[StepRows] = []
     for i, batch_s in enumerate(batches_s):

@@ -45,8 +45,8 @@ class OptimizerState:
     def ensure_scattered(self, caller_sets_all: bool = False) -> None:
         """Scatter the shards of the initial values to the ranks of a new session, unless they have been scattered.
 
-        With ``caller_sets_all`` nothing is sent, since the caller sets all values.  Otherwise RuntimeError is raised if
-        the session with the present shards has ended.
+        With ``caller_sets_all`` nothing is sent, since the caller sets all values.  Without it, RuntimeError is raised
+        if the session with the present shards has ended.
         """
         if not self.is_sharded:
             return
@@ -118,7 +118,7 @@ class OptimizerState:
         self.set_values(values, whole_variables)
 
     def gather_into_whole_variables(self, whole_variables: Sequence[SharedVariable]) -> None:
-        """Set those variables that are sharded to their whole values, on each rank with a copy; the shards remain."""
+        """Set the sharded variables to their whole values, on each rank with a copy.  The shards remain."""
         for shared in whole_variables:
             if shared in self._sharded_variables:
                 value = self._gather(self._sharded_variables[shared])
@@ -139,7 +139,7 @@ class OptimizerState:
 
 
 def join_shards(shards: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-    """Join the ranks' shards of an array; overlapping elements are taken from the first shard."""
+    """Join the ranks' shards of an array.  Overlapping elements are taken from the first shard."""
     array = np.empty(shape, shards[0].dtype)
     flat = array.reshape(-1)
     bounds = get_shard_bounds(flat.size, len(shards))

@@ -4,8 +4,8 @@ A step is two compiled functions with an all-reduce between them::
 
     gradient(rows) --> all-reduce of grad_shared --> update()
 
-Three commands would return to the master in between.  One command runs all of it on each rank, and an engine that can
-fuse the three parts runs it in one launch, which may repeat it.
+Three commands would return to the master in between.  One command instead runs all of it on each rank.  If an engine
+can fuse the three parts, it runs them in one launch, which may repeat them.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class _StepCommandFields(NamedTuple):
     n_tail_items: int = 1
     #: Number of steps in one launch.  The rows of each rank are ordered by steps.
     n_steps: int = 1
-    #: Whether every rank has rows.  Otherwise no rank fuses the step: a rank without rows cannot, and a fused step may
-    #: send the gradient in other chunks, or in another dtype.
+    #: Whether every rank has rows.  If not, no rank fuses the step: a rank without rows cannot fuse it, and a fused
+    #: step may send the gradient in other chunks, or in another dtype.
     every_rank_has_rows: bool = True
     #: Whether the ranks launch the fused step without comparing their plans; see `can_skip_plan_check`.
     skips_plan_check: bool = False
@@ -63,7 +63,7 @@ class StepCommand(_StepCommandFields, Command):
 
     @property
     def effect(self) -> str | None:
-        """Effect of the command in an error's message; a gradient alone changes no parameter."""
+        """Effect of the command in an error's message.  A gradient alone changes no parameter."""
         return self.update.effect if self.n_steps == 1 else "Steps were taken"
 
     @property
@@ -180,7 +180,7 @@ class _ShardedStepCommandFields(NamedTuple):
 
 
 class ShardedStepCommand(_ShardedStepCommandFields, Command):
-    """Take a training step, or several, on all ranks; each rank updates its part of the parameters."""
+    """Take a training step, or several, on all ranks.  Each rank updates its part of the parameters."""
 
     __slots__ = ()
 

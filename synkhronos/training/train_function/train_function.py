@@ -6,12 +6,12 @@ The rows of a batch are scattered over the ranks, and the result is that of one 
     rank 1   rows --> gradient --> [n x gradients | n] --+-> all-reduce --+--> divide by n, apply the rule
     ...
 
-A rank's n is its number of rows, or the value of ``weight``.  It is part of the vector, so one all-reduce gives the
+A rank's n is its number of rows, or the value of ``weight``.  As n is part of the vector, one all-reduce gives the
 exact mean for any numbers of rows per rank.  New values of extra updates are part of the vector, too, and averaged by
 rows.
 
-Several steps can be one launch.  `TrainFunction.take_steps_with_weights` groups them (see `launch_groups`), and takes a
-single step per launch where that is impossible.
+Several steps can be one launch.  `TrainFunction.take_steps_with_weights` groups the steps (see `launch_groups`).  A
+step that cannot be grouped is a launch of its own.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class TrainFunction:
             self._update_functions.append(function([], updates=sharded_updates.whole_updates, name="train_gather"))
         zeros = get_library(grad_shared).tensor.zeros_like(grad_shared)
         self._clear_gradient = function([], updates=[(grad_shared, zeros)], name="train_clear")
-        # These attributes follow the functions: deepcopy copies in order, and functions have to copy the variables.
+        # Set after the functions: deepcopy copies attributes in order, and functions have to copy the variables.
         self.grad_shared = grad_shared
         sharded_variables = {} if sharded_updates is None else sharded_updates.sharded_variables
         self._optimizer = OptimizerState(graph.optimizer_state, sharded_variables, n_ranks if sharded_updates else None)
@@ -144,7 +144,7 @@ class TrainFunction:
         return self._optimizer.gather_vector(shareds)
 
     def set_state_vector(self, shareds: Sequence[SharedVariable], vector: np.ndarray) -> None:
-        """Set variables of the update rule from `gather_state_vector`; compile anew for another number of ranks."""
+        """Set variables of the update rule from `gather_state_vector`.  Compile anew for another number of ranks."""
         if self._optimizer.is_sharded and self._optimizer.n_ranks != ranks.get_session().size:
             self._compile(self._graph)
         self._optimizer.set_vector(shareds, vector)
@@ -363,7 +363,7 @@ class TrainFunction:
         return self._run_step_command(arrays, batch, batch_s, 1, len(rows))
 
     def _find_max_steps_per_launch(self, arrays: list[Array], rows: Sequence[StepRows], num_slices: int) -> int:
-        """Return the maximal number of steps in a launch; 1 if steps cannot share a launch."""
+        """Return the maximal number of steps in a launch, or 1 if steps cannot share a launch."""
         if isinstance(num_slices, bool) or not isinstance(num_slices, int | np.integer) or num_slices != 1:
             return 1  # a single step also raises the error for an invalid number
         longest = max((len(indexes) for step in rows if step is not None for indexes in step), default=0)

@@ -1,7 +1,7 @@
 """Means over the rows, or other items, of all ranks.
 
 A mean over rows is averaged by the ranks' numbers of rows.  A mean over other items needs a weight, such as the sum of
-a mask.  Otherwise its denominator may differ between ranks, and the result would depend on their number:
+a mask.  Without a weight, its denominator may differ between ranks, and the result would depend on the number of ranks:
 `warn_of_varying_denominators`.
 """
 
@@ -33,7 +33,7 @@ def make_weighted_outputs(expression: Variable, weight: Variable) -> list[tuple[
 
 
 def divide_by_weight(total: Array, weight: Array, dtype: npt.DTypeLike) -> np.ndarray:
-    """Return a sum divided by a weight in a dtype; NaN where the weight is 0."""
+    """Return a sum divided by a weight in a dtype, or NaN where the weight is 0."""
     total, weight = np.float64(total), np.float64(weight)
     return np.asarray(total / weight if weight else np.nan, dtype)
 

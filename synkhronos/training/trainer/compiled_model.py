@@ -28,7 +28,7 @@ _trainer_numbers = itertools.count()
 class CompiledModel:
     """Compiled functions that take steps and validate, and the state that they change.
 
-    Under BSP on gradients a step is a *joint step*: one command of all ranks, which exchanges gradients.  Under other
+    Under BSP on gradients, all ranks take a *joint step* by one command, which exchanges gradients.  Under other
     exchange rules each rank takes a *local step* alone.  ``launch_shapes`` are the shapes of joint launches so far; see
     `Meter`.
     """
@@ -68,7 +68,7 @@ class CompiledModel:
 
     @property
     def optimizer_state(self) -> list[SharedVariable]:
-        """Variables of the update rule; those of a sharded optimizer change with the number of ranks."""
+        """Variables of the update rule.  Those of a sharded optimizer change with the number of ranks."""
         return self.graph.optimizer_state if self.joint_step is None else self.joint_step.optimizer_state
 
     def make_recovery_policy(self, max_deaths: int) -> RecoveryPolicy:

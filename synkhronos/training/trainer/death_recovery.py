@@ -10,10 +10,10 @@ The master keeps a copy of the state of all ranks in memory, made after the last
                    v
                leave the rank out: convert the copy to fewer ranks by `ExchangeRule.resize_states`
 
-An operation is atomic: the copy overwrites all changes of a failed operation, on every rank.  So no row is skipped or
-used twice.  New workers are forks of the master, which inherit the copy (see `synkhronos.ranks.session`).  Once JAX or
-CUDA has started in the master, a fork could not compute: then new workers are new processes, receive the copy from the
-master, and compile functions again.
+An operation is atomic: the copy overwrites all changes of a failed operation, on every rank.  No row is skipped or used
+twice.  New workers are forks of the master, which inherit the copy (see `synkhronos.ranks.session`).  Once JAX or CUDA
+has started in the master, a fork could not compute.  New workers are then new processes, which receive the copy from
+the master, and compile functions again.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class RecoveryPolicy(DeathPolicy):
                 self._recover(error, began)
 
     def run_update(self, operation: Callable[[], T], steps: int = 0) -> T:
-        """Call an operation that changes the state of ranks, then copy the state; repeat both after a death."""
+        """Call an operation that changes the state of ranks, then copy the state.  Repeat both after a death."""
 
         def call() -> T:
             result = operation()
@@ -208,10 +208,10 @@ class RecoveryPolicy(DeathPolicy):
         raise error
 
     def _choose_ranks_to_remove(self, death: Death, ranks_to_remove: Sequence[int], error: Exception) -> Sequence[int]:
-        """Return the ranks whose device or host can't be used any more; all others start again.
+        """Return the ranks whose device or host can't be used any more.  All others start again.
 
-        They include ``ranks_to_remove``, which an earlier death chose, and which could not be removed since a host
-        could not be reached.  ``error`` is that of the failed operation.
+        The result includes ``ranks_to_remove``.  An earlier death chose these ranks, but a host could not be reached,
+        so they were not removed.  ``error`` is that of the failed operation.
 
         Raises
         ------

@@ -61,7 +61,7 @@ class InMemoryRows:
         self.data, self._order = data, order
 
     def wait_for_row_indexes(self, start: int, stop: int, on_poll: Callable[[], object] | None = None) -> np.ndarray:
-        """Return the row indexes at positions ``start`` to ``stop``; the rows are in memory, so there is no wait."""
+        """Return the row indexes at positions ``start`` to ``stop``, without a wait, since the rows are in memory."""
         return np.asarray(self._order)[start:stop]
 
     def free(self, start: int, stop: int) -> None:
@@ -110,7 +110,7 @@ class EpochData:
         )
 
     def count_rows(self) -> int:
-        """Count the rows that the data have now; the number may change between epochs."""
+        """Count the rows that the data have now.  The number may change between epochs."""
         lengths = {self.n_data_rows} if self.loader is not None else {len(array) for array in self.arrays}
         if len(lengths) > 1:
             raise ValueError(
@@ -156,7 +156,7 @@ class EpochData:
         self.current_ranks_by_host = ranks_by_host
 
     def round_up_to_step(self, start: int, stop: int) -> int:
-        """Return ``stop``, moved to the end of a step if rows were redistributed; steps begin at ``start``."""
+        """Return ``stop``, moved to the end of a step if rows were redistributed.  Steps begin at ``start``."""
         hosts = get_ranks_by_host_of_parts(self.arrays)
         if hosts is None or len(hosts) == 1 or hosts == self.ranks_by_host:
             return stop

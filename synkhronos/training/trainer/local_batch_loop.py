@@ -46,7 +46,7 @@ class _SharedBatchCounts:
         return int(self.rows.array[-1])
 
     def stop_after_started_rounds(self, rank_groups: Iterable[range]) -> None:
-        """Set `last_round` to the latest round from which some group has taken a batch; at least 1."""
+        """Set `last_round` to the latest round from which some group has taken a batch, but at least to 1."""
         self.rows.array[-1] = max(1, *(-(-self.get_count(group) // len(group)) for group in rank_groups))
 
 
@@ -96,7 +96,7 @@ class LocalBatchLoop(TrainerBatchLoop):
         return self._iterate_taken_batches() if self.exchange_rule.asynchronous else self._iterate_rounds()
 
     def _iterate_rounds(self) -> Iterator[BatchGroup]:
-        """Yield batches in rounds of one batch per rank; in the last round ranks may get fewer rows, or none."""
+        """Yield batches in rounds of one batch per rank.  In the last round ranks may get fewer rows, or none."""
         plan, n_ranks, number = self.plan, self.context.size, self.context.number
         position = plan.start
         while position < plan.stop:
@@ -136,7 +136,7 @@ class LocalBatchLoop(TrainerBatchLoop):
             yield BatchGroup(starts[0], starts, min(plan.stop, starts[-1] + plan.batch_size))
 
     def decide_stop(self) -> bool:
-        """Return True if all ranks agree to stop; asynchronous ranks stop in `_iterate_taken_batches` instead."""
+        """Return True if all ranks agree to stop.  Asynchronous ranks stop in `_iterate_taken_batches` instead."""
         return self.plan.can_stop and not self.exchange_rule.asynchronous and self._stop_agreement.agree_on_stop()
 
     def set_learning_rate(self, rate: float) -> None:

@@ -291,7 +291,7 @@ class Trainer:
     # -- data ------------------------------------------------------------------------------------------------
 
     def _check_loader(self, x_data: object, y_data: object) -> Loader | None:
-        """Return the data's loader, None if they are arrays; raise TypeError or ValueError if it can't be used."""
+        """Return the data's loader, or None for arrays.  Raise TypeError or ValueError if it can't be used."""
         if not isinstance(x_data, Loader):
             if isinstance(y_data, Loader):
                 raise TypeError("y_data: expected arrays, or None and one loader of all inputs as x_data, got a loader")

@@ -87,7 +87,7 @@ class TrainerState:
         self._session = session
 
     def allocate_shared_arrays(self) -> None:
-        """Allocate the exchange rule's arrays for the present number of ranks; joint steps need none."""
+        """Allocate the exchange rule's arrays for the present number of ranks.  Joint steps need none."""
         spec = self.spec
         spec.shared_arrays = {}
         if not spec.is_joint:
@@ -100,17 +100,17 @@ class TrainerState:
         return describe_training("trainer", self.spec.exchange_rule, self.variables, self._update_rule)
 
     def gather_sharded_optimizer_state(self) -> np.ndarray | None:
-        """Gather the variables of a sharded optimizer from all ranks into one vector; None if it is not sharded."""
+        """Return the variables of a sharded optimizer, gathered into one vector, or None if it is not sharded."""
         step = self._sharded_step
         return None if step is None else step.gather_state_vector(self.variables.whole_optimizer)
 
     def set_sharded_optimizer_state(self, vector: np.ndarray | None) -> None:
-        """Divide the vector from `gather_sharded_optimizer_state` among the present ranks; do nothing if it is None."""
+        """Divide the vector from `gather_sharded_optimizer_state` among the present ranks, unless it is None."""
         if self._sharded_step is not None and vector is not None:
             self._sharded_step.set_state_vector(self.variables.whole_optimizer, vector)
 
     def save(self, checkpoints: CheckpointFolder, data: EpochData, schedule: Schedule, n_rows_seen: int) -> None:
-        """Write a checkpoint of all ranks; its metrics are those of a report, if it follows one directly."""
+        """Write a checkpoint of all ranks.  Its metrics are those of a report, if it follows one directly."""
         position = self.position
         by_rank = run(rank_state.read_state, self.spec)
         if self._sharded_step is not None:

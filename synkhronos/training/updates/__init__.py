@@ -7,15 +7,15 @@ defaults are those of Lasagne.  :doc:`extensions` shows the three calls of a ste
 **The reduced gradient.**  By default the ranks' gradients have equal weights.  For a loss that is a mean over rows this
 is exact only if all ranks have the same number of rows.  Pass ``weight=x.shape[0]`` for an exact mean: each rank's
 gradient is multiplied by its weight, the vector ends with the weight, and the rule divides the reduced gradient by the
-reduced weight.  So the all-reduce may be ``"avg"`` (the default) or ``"sum"``.
+reduced weight.  The all-reduce may then be ``"avg"`` (the default) or ``"sum"``.
 
 The caller has two duties, which `make_train_function` fulfils:
 
 - With `num_slices`, use the op ``"sum"`` for the gradient's update:
   ``updates=[(grad_shared, grad_updates[grad_shared], "sum")]``.  With the default, "avg", a rank that has fewer rows
   than slices would have too large a weight.
-- Set `grad_shared` to zero on all ranks before a call with fewer rows than ranks: a rank without rows does not update
-  it, so that it would still hold the gradient of an earlier call.
+- Set `grad_shared` to zero on all ranks before a call with fewer rows than ranks.  A rank without rows does not update
+  it, and would still hold the gradient of an earlier call.
 
 **Hyperparameters** such as `learning_rate` are numbers, symbolic scalars or shared variables.  Each rank has
 its own copy of a shared variable: give it a new value with ``synk.broadcast(learning_rate, value)``.

@@ -20,7 +20,7 @@ def master_weights(update_rule: UpdateRule) -> Any:
     r"""Let an update rule compute in float32 for float16 parameters, like the mixed precision of PyTorch and Apex.
 
     Each float16 parameter has a master copy in float32 among the variables of the rule.  The rule updates the copy, and
-    the parameter is the rounded copy.  So steps that are too small for float16 accumulate.
+    the parameter is the rounded copy.  Steps that are too small for float16 therefore accumulate.
 
     Parameters
     ----------

@@ -51,7 +51,7 @@ def sgd(p: SharedVariable, g: Variable, c: FormulaContext, learning_rate: Scalar
 
 
 def _compute_polyak_step(p: SharedVariable, target: Variable, v: SharedVariable, m: Variable) -> NewValues:
-    """Return the new values of a parameter and its velocity; ``target`` is the parameter after a step without it."""
+    """Return new values of a parameter and its velocity.  ``target`` is the parameter after a step without velocity."""
     new = m * v + target
     return {p: new, v: new - p}
 

@@ -15,8 +15,8 @@ A step is three functions with two collectives between them::
 
 An elementwise operation on a parameter becomes an operation on its shard, with the same result for each element.  An
 operation that reads several elements, such as a norm, is computed from whole arrays on every rank: from parameters and,
-after one more all-gather, from the gradient.  State variables that such an operation reads stay whole on every rank,
-such as the momentum of `muon`'s matrices.  A rule whose operations read all of its state whole, such as `lamb`, cannot
+after one more all-gather, from the gradient.  State variables that such an operation reads, such as the momentum of
+`muon`'s matrices, stay whole on every rank.  A rule that reads all of its state as whole arrays, such as `lamb`, cannot
 be sharded.
 """
 
@@ -83,7 +83,7 @@ class _ShardedValue:
 
     @cached_property
     def whole(self) -> Any:
-        """The whole value; raises `_NotWholeError` if it depends on a sharded variable."""
+        """The whole value.  Raise `_NotWholeError` if it depends on a sharded variable."""
         return self.make_whole()
 
     @property
@@ -367,7 +367,7 @@ class ShardedUpdates:
         return value.shard if value.param_index == i else self._layout.take_shard(i, value.whole)
 
     def _rewrite_slice(self, node: Node, vector: _ShardedValue) -> _ShardedValue | None:
-        """Make the value of a slice of whole pieces, or of elements of a replicated piece; None for other slices."""
+        """Return the value of a slice of whole pieces, or of elements of a replicated piece; None for other slices."""
         total = sum(length for length, _ in vector.pieces)
         bounds = _find_constant_bounds(self._library, node, total)
         if bounds is None:
@@ -436,7 +436,7 @@ def _find_elementwise_leaves(variable: Variable) -> set[int]:
 
 
 def _find_constant_bounds(library: GraphLibrary, node: Node, total: int) -> tuple[int, int] | None:
-    """Find the bounds of a slice or an index of a vector of ``total`` elements; None if they are not constant."""
+    """Return the bounds of a slice or an index of a vector of ``total`` elements, or None if they are not constant."""
     if len(node.op.idx_list) != 1:
         return None
     (index,), inputs = node.op.idx_list, iter(node.inputs[1:])

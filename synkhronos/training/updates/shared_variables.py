@@ -23,5 +23,5 @@ def make_shared_like(param: SharedVariable, value: Array, dtype: str, name: str 
 
 def get_shape(param: SharedVariable) -> tuple[int, ...]:
     """Return the shape of a shared variable's value."""
-    # The value is read as its internal type.  Otherwise a whole array would be copied from a GPU.
+    # The value is read as its internal type, as another type would copy a whole array from a GPU.
     return tuple(int(length) for length in param.get_value(borrow=True, return_internal_type=True).shape)

@@ -1,13 +1,13 @@
 """Transformations of the reduced gradient, and compositions of update rules.
 
-Clipping is only exact after the all-reduce: the norm of the mean gradient does not follow from the norms of the ranks'
-own.  So a transformation is applied to the gradient that the rule reads from `grad_shared`::
+Clipping is only exact after the all-reduce, since the norm of the mean gradient does not follow from the norms of the
+ranks' own gradients.  A transformation is therefore applied to the gradient that the rule reads from `grad_shared`::
 
     gradient of each rank ──> all-reduce ──> transformation ──> ... ──> update rule ──> transformation ──> parameters
                              (grad_shared)      (of gradients)                           (of steps)
 
-A transformation is a function ``transform(values, params)`` of two lists of variables that returns a list of the same
-types.  It runs identically on all ranks, which hold the same reduced gradient.
+A transformation is a function ``transform(values, params)`` of two lists of variables.  It returns a list of the same
+types as ``values``, and runs identically on all ranks, which hold the same reduced gradient.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The decorator `update_rule`, which turns the formula of an optimizer for one parameter into an update rule for all.
 
-It adds the checks, the flat gradient and the sections of the docstring.  `FormulaContext` has the operations that
-formulas share.
+The decorator adds the checks, the flat gradient and the sections of the docstring.  `FormulaContext` has the operations
+that formulas share.
 """
 
 from __future__ import annotations
