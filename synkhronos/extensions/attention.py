@@ -52,10 +52,10 @@ def dot_product_attention(
 
     Notes
     -----
-    On GPUs of compute capability 8.0 or higher, JAX mode calls cuDNN's fused kernel if the factors are float16, or
-    float32 in products of bfloat16 (``JAX_DEFAULT_MATMUL_PRECISION=bfloat16``), if `width` is a multiple of 8 up to
-    128 and, with a mask, both lengths are even.  It stores no matrix of (length, key length).  All else is computed as
-    written above, in float32 or float64.
+    On GPUs of compute capability 8.0 or higher, JAX mode calls cuDNN's fused kernel on three conditions.  The factors
+    are float16, or float32 in products of bfloat16 (``JAX_DEFAULT_MATMUL_PRECISION=bfloat16``).  `width` is a multiple
+    of 8 up to 128.  With a mask, both lengths are even.  The kernel stores no matrix of (length, key length).  All else
+    is computed as written above, in float32 or float64.
 
     Examples
     --------

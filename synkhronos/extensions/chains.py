@@ -54,7 +54,7 @@ def set_chain(number: int, n_concurrent_chains: int) -> None:
 def find_chain() -> tuple[int, int] | None:
     """Return the number of this process's chain, and the number of chains that are sampled at a time, or None.
 
-    PyMC does not pass these numbers on.  They are read from the call that forked this process, which is on its stack.
+    PyMC does not pass these numbers on, so they are read from the call that forked this process, which is on its stack.
     """
     if _chain is not None:
         return _chain
@@ -77,8 +77,8 @@ def can_fork_computation(session: Session) -> bool:
 def start_chain_ranks(max_ranks: int | None = None) -> bool:
     """Start this chain's share of the ranks, at most ``max_ranks``.  Return whether ranks were started.
 
-    None are started if this process samples no chain, or if the master has no ranks or has them on GPUs.  The ranks end
-    with this process.
+    No ranks are started if this process samples no chain, or if the master has no ranks or has them on GPUs.  The ranks
+    end with this process.
     """
     inherited, chain = ranks.get_inherited_session(), find_chain()
     if inherited is None or chain is None or not can_fork_computation(inherited):
@@ -160,7 +160,7 @@ def run_forked(compute: Callable[[int], Iterator[Any]], n_processes: int) -> Gen
 
 
 def _send_results(compute: Callable[[int], Iterator[Any]], number: int, pipe: Connection) -> None:
-    """Send the objects that `compute` yields, then None; or send an error."""
+    """Send the objects that `compute` yields, then None, or send an error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the master, which ends this process
     try:
         for result in compute(number):

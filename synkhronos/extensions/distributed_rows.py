@@ -130,7 +130,7 @@ class DistributedRows:
         self.inherited_rows = [v if isinstance(v, Data) else np.ascontiguousarray(v) for v in rows]
 
     def _list_arrays(self) -> list[Any]:
-        """Return the arrays that the rows depend on; the same objects until ``set_value`` is called."""
+        """Return the arrays that the rows depend on.  They are the same objects until ``set_value`` is called."""
         return [
             get_values(data)
             for source in self._sources

@@ -91,7 +91,7 @@ class SliceQueue:
         self._reader, self._writer = io.FileIO(reader), io.FileIO(writer, "w")
 
     def fill(self, count: int) -> None:
-        """Replace the numbers in the queue by those below ``count``; no rank may read it meanwhile."""
+        """Replace the numbers in the queue by those below ``count``.  No rank may read it meanwhile."""
         while self._reader.read(MAX_QUEUED_SLICES):  # a failed command may have left some
             pass
         self._writer.write(bytes(range(count)))
@@ -154,7 +154,7 @@ class ComputeSlices(_ComputeSlicesFields, Command):
     __slots__ = ()
 
     def run(self, rank: Rank) -> Any:
-        """Compute this rank's slices; with ranks on several hosts, return the sum in the master."""
+        """Compute this rank's slices.  With ranks on several hosts, return the sum in the master."""
         call, bounds, table = self.call, self.bounds, self.table.view(rank.segments)
         compiled = rank.get_object(call.computation_key).get_or_compile(call.variant)
         compiled.function.trust_input = True  # the inputs have been checked once

@@ -178,13 +178,13 @@ class DistributedSum:
         return rewrite_graph(total, include=("canonicalize", "stabilize"))
 
     def handle_worker_error(self, error: ranks.WorkerError) -> None:
-        """Handle a worker's error before it is raised; the base class does nothing."""
+        """Handle a worker's error before it is raised.  The base class does nothing."""
 
     # -- functions on the ranks ------------------------------------------------------------------------------
 
     @cached_property
     def gradient_op(self) -> ValueAndGradients:
-        """The Op of value and gradients; a single instance, so that PyTensor merges equal nodes."""
+        """The Op of value and gradients.  It is a single instance, so that PyTensor merges equal nodes."""
         self._evaluates_gradients = True
         return ValueAndGradients(self)
 
@@ -287,7 +287,7 @@ class DistributedSum:
             return self._call_ranks(self._product_function, [*params, *directions], directions)
 
     def evaluate(self, params: Sequence[np.ndarray], with_gradients: bool) -> list[np.ndarray]:
-        """Return the value at a point and, optionally, the gradients; from the cache if it is the last point."""
+        """Return the value at a point and, optionally, the gradients, from the cache if it is the last point."""
         with warn_of_ignored_errors():
             if self.remote_evaluator is None or not is_foreign_thread():
                 return self._evaluate_in_this_process(params, with_gradients)
@@ -369,7 +369,7 @@ class DistributedSum:
             self._prepared_sums.clear()
 
     def ensure_session(self) -> Any:
-        """Return the running session; in the process of a chain, the first call starts the chain's ranks.
+        """Return the running session.  In the process of a chain, the first call starts the chain's ranks.
 
         Raises
         ------

@@ -17,16 +17,17 @@ from synkhronos.checks import describe
 from synkhronos.graph_libraries import get_library
 from synkhronos.variable_types import SharedVariable, Variable
 
-#: Maximal number of elements of constants that are sent with the graph, and of arrays that ranks compute from them or
-#: from parameters at each call.
+#: Maximal number of elements of constants that are sent with the graph, and of arrays that ranks compute at each call
+#: from constants or parameters.
 _MAX_CONSTANT_SIZE = 1000
 
 
 def select_rank_nodes(terms: Variable, rows: Sequence[Any]) -> list[Apply]:
     """Return the nodes that the ranks compute, in topological order.
 
-    These are the nodes that depend on rows, and nodes of small arrays before them.  Rewrites need the latter: from
-    ``sigma = exp(log_sigma)`` alone they could not make ``log(sigma)`` and its gradient finite where ``sigma`` is 0.
+    These are the nodes that depend on rows, and nodes of small arrays before them.  Rewrites need the small nodes, too:
+    from ``sigma = exp(log_sigma)`` alone they could not make ``log(sigma)`` and its gradient finite where ``sigma`` is
+    0.
     """
     nodes = get_library(terms).sort_nodes([terms])
     read_variables = {terms, *(variable for node in nodes for variable in node.inputs)}

@@ -26,7 +26,7 @@ _interrupt_lock = threading.Lock()
 class WorkerExitInterrupt(ranks.WorkerError, KeyboardInterrupt):
     """A worker exited during sampling.
 
-    It is a KeyboardInterrupt, so PyMC's samplers stop and return the draws so far.
+    The class derives from KeyboardInterrupt, so PyMC's samplers stop and return the draws so far.
     """
 
 

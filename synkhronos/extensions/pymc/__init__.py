@@ -21,10 +21,10 @@ __all__ = ["compute_log_likelihood", "data_parallel", "sample_posterior_predicti
 def data_parallel(model: Any, ranks: str | None = None, chains: int | None = None) -> DataParallelModel:
     """Return a copy of a model whose log-density is computed by all ranks, each from its own rows.
 
-    An observed variable is split if its log-density is a sum over rows, and each row's term depends on that row alone:
-    of the observed values, of ``pm.Data``, and of arrays in the model that are as long.  Parameters, priors and
-    everything else stay in this process.  ``pm.sample``, ``pm.find_MAP`` and ``pm.fit`` take the copy as they take the
-    model.
+    An observed variable is split if its log-density is a sum over rows, and each row's term depends on that row alone.
+    A row consists of its observed values, and of its entries in ``pm.Data`` and in arrays of the model that are as
+    long.  Parameters, priors and everything else stay in this process.  ``pm.sample``, ``pm.find_MAP`` and ``pm.fit``
+    take the copy as they take the model.
 
     Parameters
     ----------
@@ -57,8 +57,8 @@ def data_parallel(model: Any, ranks: str | None = None, chains: int | None = Non
     Warns
     -----
     UserWarning
-        For each observed variable, and each potential that is computed from arrays, that can't be split: this process
-        computes it.  The message has the reason.
+        For each observed variable that can't be split, and for each such potential that is computed from arrays.  This
+        process computes it.  The message has the reason.
 
     Notes
     -----

@@ -1,7 +1,7 @@
 """Ranks for each chain of a sampler whose chains are threads of this process, as nutpie's are.
 
-Threads cannot share the ranks of this process without waiting for each other.  So a server process is forked for each
-chain that runs at a time, and starts the chain's share of the ranks.
+Threads cannot share the ranks of this process without waiting for each other.  Therefore a server process is forked for
+each chain that runs at a time, and starts the chain's share of the ranks.
 
 .. code-block:: text
 
@@ -142,7 +142,7 @@ def _serve_sums(sums: Sequence[Any], n_servers: int) -> Iterator[None]:
 
 
 def patch_external_sampler() -> None:
-    """Replace PyMC's function that calls other samplers by one that starts servers for nutpie's chains."""
+    """Wrap PyMC's function that calls other samplers, to start servers for nutpie's chains."""
     from pymc.sampling import mcmc
 
     original = mcmc._sample_external_nuts

@@ -186,7 +186,7 @@ class _ModelSum(DistributedSum):
 def _check_pathfinder() -> None:
     """Raise ValueError if pymc-extras' pathfinder is calling, with paths in processes of their own.
 
-    These have no ranks, and pathfinder does not report the error: it asks to report a bug.
+    Such processes have no ranks, and pathfinder does not report the error: it asks the user to report a bug.
     """
     frame: FrameType | None = sys._getframe()
     while frame := frame and frame.f_back:
@@ -271,7 +271,7 @@ def _sum_terms_on_ranks(model: pm.Model, terms: Variable, shape: Any, name: str)
 
 
 def _sum_rows_on_ranks(model: pm.Model, terms: Variable, shape: Any, name: str) -> Any:
-    """Return the sum of all terms, whose axis 0 runs along the rows, as an expression that the ranks compute."""
+    """Return the sum of all terms as an expression that the ranks compute.  Axis 0 of the terms runs along the rows."""
     if not len(shape) or shape[0] < 2:
         raise NotRowwiseError(f"the log-density has shape {tuple(map(int, shape))}, and so no rows to share out")
 

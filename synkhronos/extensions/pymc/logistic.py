@@ -4,8 +4,9 @@ PyMC computes the logarithms of both probabilities of a row, and then chooses on
 
     switch(y, log(sigmoid(x)), log1p(-sigmoid(x)))  =  -softplus((1 - 2 * y) * x)
 
-The second form has equal values, to the last bit, as PyTensor makes each logarithm a softplus when it compiles.  It
-takes fewer exponential functions.  Its gradient differs by rounding, and is finite where a probability rounds to 1.
+The second form has equal values, to the last bit, as PyTensor makes each logarithm a softplus when it compiles.  The
+second form takes fewer exponential functions.  Its gradient differs by rounding, and is finite where a probability
+rounds to 1.
 """
 
 from __future__ import annotations

@@ -387,7 +387,7 @@ def _choose_chunk_shape(shape: tuple[int, ...], block_length: int) -> tuple[int,
 
 @contextlib.contextmanager
 def _create_group(store: str | os.PathLike[str], group: str, empty_dataset: Any) -> Iterator[Any]:
-    """Create a Zarr group of a dataset without variables, and yield it; after an error, remove it."""
+    """Create a Zarr group of a dataset without variables, and yield it.  After an error, remove it."""
     import zarr
 
     path = Path(store)

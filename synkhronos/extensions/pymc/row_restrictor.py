@@ -25,13 +25,13 @@ from synkhronos.extensions.distributed_rows import ComputedRows, get_values
 from synkhronos.graph_libraries import get_library
 from synkhronos.variable_types import Node, Variable
 
-#: A rule for one operation: takes the restrictor, the node, and the axis of its output that runs along the rows.
-#: It returns the restricted output.
+#: A rule for one operation.  The rule takes the restrictor, the node, and the axis of its output that runs along the
+#: rows.  It returns the restricted output.
 RowwiseRule = Callable[["RowRestrictor", Any, int], Any]
 
 
 class NotRowwiseError(ValueError):
-    """An expression cannot be computed row by row; the message names the reason."""
+    """An expression cannot be computed row by row.  The message names the reason."""
 
 
 class RowRestrictor:
@@ -116,8 +116,8 @@ class RowRestrictor:
     def restrict_picked(self, values: Any, axis: int, index: Any) -> Any:
         """Return the restriction of `values`, indexed along `axis` by a fixed index or slice, or None if impossible.
 
-        The data are indexed once, so that everything that is computed from them has these rows only.  With a mask, for
-        which there is no other restriction, NotRowwiseError is raised in place of None.
+        The data are indexed once, so that everything that is computed from them has these rows only.  A mask has no
+        other restriction, so NotRowwiseError is raised in place of None.
         """
         selection = index
         if not isinstance(index, slice):
@@ -217,7 +217,7 @@ class RowRestrictor:
                 raise NotRowwiseError(f"{describe_variable(variable)} needs all rows at once")
 
     def fold_row_constants(self, variable: Variable) -> Any:
-        """Return a variable as a constant if it is computed from constants that have rows; else the variable.
+        """Return a variable that is computed from constants with rows as a constant, any other variable unchanged.
 
         PyTensor would fold it while compiling; the ranks would compute it at each evaluation.
         """
@@ -243,7 +243,7 @@ class RowRestrictor:
     def _find_data(self, variable: Variable) -> tuple[ComputedRows, tuple[int, ...]] | None:
         """Return the values of a variable that is computed from data only, and their shape; None for other variables.
 
-        They are computed when rows are sent, and not by the ranks at each evaluation.  None is also returned if the
+        The values are computed when rows are sent, and not by the ranks at each evaluation.  Also return None if the
         values have more elements than the data, and so would take much memory.
         """
         if variable not in self._data:
@@ -335,7 +335,7 @@ def _compile_data(variable: Variable) -> Any:
 
 
 def _is_uninitialized(variable: Variable) -> bool:
-    """Whether a variable is memory without values, such as that into which a loop writes its states."""
+    """Whether a variable is uninitialized memory, such as the memory into which a loop writes its states."""
     is_inc_subtensor = is_computed_by(variable, IncSubtensor)
     return is_computed_by(variable.owner.inputs[0] if is_inc_subtensor else variable, AllocEmpty)
 

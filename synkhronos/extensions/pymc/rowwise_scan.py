@@ -32,7 +32,7 @@ __all__ = ["restrict_scan"]
 
 
 def restrict_scan(restrictor: RowRestrictor, node: Node, axis: int) -> list[Any]:
-    """Return the outputs of a loop for the computed rows; an error in place of one without rows along `axis`."""
+    """Return the outputs of a loop for the computed rows, with an error in place of one without rows along `axis`."""
     positions = [i for i, output in enumerate(node.outputs) if getattr(output.type, "ndim", 0) > axis]
     results: list[Any] = [NotRowwiseError(f"{output} has no rows on axis {axis}") for output in node.outputs]
     try:
@@ -92,7 +92,7 @@ class _StepRestrictor(RowRestrictor):
         }
 
     def _restrict_data(self, variable: Variable, axis: int) -> Any:
-        """Replace an input of the graph of a step; data within the graph are replaced as everywhere."""
+        """Replace an input of the graph of a step.  Data within the graph are replaced as everywhere."""
         if variable not in self._input_by_variable:
             return super()._restrict_data(variable, axis)
         loop_input, position = self._input_by_variable[variable]

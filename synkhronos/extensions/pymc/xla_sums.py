@@ -65,8 +65,8 @@ class SpmdSums(Op):
 def replace_sums(variable: Variable, make_graph: Callable[[DistributedSum], RankSumGraph]) -> Any:
     """Replace each `SumOverRows` in a graph by a `SpmdSums`.
 
-    Sums that do not depend on each other are one node, so that they make one all-reduce, and the order of several
-    all-reduces follows from the data.
+    Sums that do not depend on each other are one node, and so make one all-reduce.  The order of several all-reduces
+    then follows from the data.
     """
     while True:
         nodes = get_library(variable).sort_nodes([variable])
