@@ -6,8 +6,8 @@ A `Loader` owns at most one pool of loader processes, with their ring.  Three in
     Loader.arrays   a single process takes batches as NumPy arrays                               1 consumer
     LoaderRows      the trainer, or each rank, takes rows by position in the epoch               1 or n consumers
 
-The first batch starts the pool.  After an epoch the pool continues with the next one.  It restarts from another
-position if the requested batch is not the next one.
+The first batch starts the pool.  After an epoch the pool continues with the next one.  If the requested batch is not
+the next one, the pool restarts from the position of that batch.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ class Loader:
         rank: int = 0,
         size: int = 1,
     ) -> Iterator[tuple[np.ndarray, ...]]:
-        """Iterate over the batches of an epoch as NumPy arrays; no ranks are needed.
+        """Iterate over the batches of an epoch as NumPy arrays.  No ranks are needed.
 
         Parameters
         ----------
@@ -391,7 +391,7 @@ class LoaderRows:
 
 
 def set_row_dtypes(loader: Loader, variables: Sequence[Variable]) -> None:
-    """Set the dtypes of a loader's rows to those of variables, if casts are safe; end loader processes of others."""
+    """Set the dtypes of a loader's rows to those of variables, if casts are safe.  End loader processes of others."""
     sample = loader._sample
     if len(variables) != len(sample):
         raise ValueError(f"vars: expected {len(sample)} variables, one per array of a row, got {len(variables)}")
@@ -412,7 +412,7 @@ def set_row_dtypes(loader: Loader, variables: Sequence[Variable]) -> None:
 
 
 def open_rows(loader: Loader, epoch: int, position: int, unit_rows: int, seed: int, n_consumers: int) -> LoaderRows:
-    """Open an epoch's rows from a position on; start the loader's pool, or its plan, if necessary."""
+    """Open an epoch's rows from a position on.  Start the loader's pool, or its plan, if necessary."""
     plan = ReadPlan(epoch, position, seed)
     layout = RingLayout(n_consumers, loader.processes, loader.depth * n_consumers, unit_rows)
     pool, unit = loader._prepare_pool(plan, layout, True)
@@ -421,7 +421,7 @@ def open_rows(loader: Loader, epoch: int, position: int, unit_rows: int, seed: i
 
 
 def record_position(loader: Loader, rows: LoaderRows, position: int) -> None:
-    """Record that the rows before a position are freed; the loader's pool continues there."""
+    """Record that the rows before a position are freed.  The loader's pool continues there."""
     unit, plan = rows.find_unit(position), rows.plan._replace(position=position)
     loader._position = (plan.advance_epoch() if position == len(loader) else plan), unit
 
@@ -516,7 +516,7 @@ def _kill_loaders(pids: list[int]) -> None:
 
 
 def _reap_abandoned() -> None:
-    """Wait for the processes of garbage-collected pools, which exit; a finalizer would swallow an interrupt."""
+    """Wait for the processes of garbage-collected pools, which exit.  A finalizer would swallow an interrupt."""
     for pool_entry in list(_pools):
         pool, owner, pids = pool_entry
         if pool() is None:

@@ -1,8 +1,8 @@
 """A loader process: reads its share of the rows in the order of the ring's plan.
 
 The process is started anew rather than forked, so it inherits no threads, locks or GPUs.  It shares with its owner the
-ring's memory, the memory of a pickled `LoaderConfig`, and a pair of sockets.  Nothing is sent through the sockets: when
-the owner closes its end, or dies, the other end reports it.
+ring's memory, the memory of a pickled `LoaderConfig`, and a pair of sockets.  Nothing is sent through the sockets.
+They report when the owner closes its end, or dies.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class _LoaderProcess:
             yield epoch, order[start : start + length]
 
     def _iterate_stream_units(self, plan: ReadPlan) -> Iterator[tuple[int, Any]]:
-        """Yield the units of an iterable; the last one of an epoch is shorter than the others, or empty."""
+        """Yield the units of an iterable.  The last unit of an epoch is shorter than the others, or empty."""
         unit_rows = self.ring.layout.unit_rows
         while True:
             # Errors are neither skipped nor dropped with the last rows, so that they are reported.
@@ -206,7 +206,7 @@ class _LoaderProcess:
             plan = plan.advance_epoch()
 
     def _read_stream(self) -> Iterator[Any]:
-        """Yield an iterable's rows; if it raises an exception, yield a `_StreamFailure` last."""
+        """Yield an iterable's rows.  If it raises an exception, yield a `_StreamFailure` last."""
         try:
             yield from self.config.source
         except Exception as error:
@@ -238,7 +238,7 @@ class _LoaderProcess:
                 self._skip_or_raise(error, number, epoch, isinstance(row, _StreamFailure))
 
     def _can_hold(self, values: list[np.ndarray]) -> bool:
-        """Whether the ring's dtypes can hold all values; else `_write_row` finds the row that does not fit."""
+        """Whether the ring's dtypes can hold all values.  If not, `_write_row` finds the row that does not fit."""
         try:
             for array, value in zip(self.arrays, values, strict=True):
                 check_cast(value, array.dtype, "")
@@ -265,7 +265,7 @@ class _LoaderProcess:
             array[index] = value
 
     def _skip_or_raise(self, error: Exception, number: int, epoch: int, has_stream_failed: bool) -> None:
-        """Log a skipped row, or raise `_UnreadableRowError`; an iterable that has raised can't be continued."""
+        """Log a skipped row, or raise `_UnreadableRowError`.  An iterable that has raised can't be continued."""
         try:
             name = describe_row(self.config.source, number)
         except Exception:

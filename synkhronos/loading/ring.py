@@ -8,10 +8,10 @@ continue from one epoch into the next.  Unit u occupies slot ``u % slots``::
       write rows, and the status of each
       filled[loader] = u + 1                    ──────────▶   wait until all loaders have filled u
 
-Invariant: each word of the ring has one writer, and only grows.  The upper bits of a word are the number of its
-plan.  So a new plan can start at any time: words of earlier plans no longer match.  Each loader process writes only its
-own rows of a slot, the same for units of all lengths, one unit after another.  So a process that is late with a unit of
-an earlier plan never overwrites rows that another has written for a later one.
+Invariant: each word of the ring has one writer, and only grows.  The upper bits of a word are the number of its plan.
+A new plan can start at any time, since words of earlier plans no longer match.  Each loader process writes only its own
+rows of a slot (the same rows for units of all lengths), one unit after another.  A process that is late with a unit of
+an earlier plan thus never overwrites rows that another has written for a later one.
 
 A waiting process sleeps on its own semaphore, and regularly checks that the other processes live.
 """
@@ -198,7 +198,7 @@ class Ring:
     def wait_until(
         self, is_ready: Callable[[], bool], on_poll: Callable[[], None], poll_seconds: float = POLL_SECONDS
     ) -> None:
-        """Wait until ``is_ready()`` is true; call ``on_poll`` about every ``poll_seconds``, which may raise."""
+        """Wait until ``is_ready()`` is true.  About every ``poll_seconds``, call ``on_poll``, which may raise."""
         next_poll = time.perf_counter() + poll_seconds
         try:
             while True:
@@ -226,7 +226,7 @@ class Ring:
     # -- owner of the loader processes -----------------------------------------------------------------------
 
     def start_plan(self, plan: ReadPlan) -> None:
-        """Start a plan; no consumer may hold a unit of the previous one."""
+        """Start a plan.  No consumer may hold a unit of the previous one."""
         for i, value in enumerate(plan):
             self._words[1 + i] = value
         self._fence()
@@ -247,7 +247,7 @@ class Ring:
     def wait_until_filled(
         self, unit: int, position: tuple[int, int], on_poll: Callable[[], None] | None = None
     ) -> None:
-        """Wait until a unit is filled; LoadError has ``position``, its epoch and row, if that is impossible."""
+        """Wait until a unit is filled.  If that is impossible, LoadError has ``position``, its epoch and row."""
 
         def check_and_poll() -> None:
             self._raise_failure(unit, position)
@@ -316,7 +316,7 @@ class Ring:
         self._wake(self._consumer_indexes)
 
     def report_failure(self, loader: int, message: str, unit: int = 0, plan_number: int = -1) -> None:
-        """Signal that a loader process can't write its share of a unit; without a plan, of any unit."""
+        """Signal that a loader process can't write its share of a unit, or, without a plan, of any unit."""
         start = self.layout.reports_offset + loader * _REPORT_NBYTES
         # JSON takes up to six bytes for a character.
         text = json.dumps(shorten_middle(message, _REPORT_NBYTES // 6 - 16), ensure_ascii=False)
@@ -328,7 +328,7 @@ class Ring:
 
 
 def has_exited(pid: int) -> bool:
-    """Whether a process has exited; unlike `os.waitid`, also if it is not a child of this process."""
+    """Whether a process has exited.  Unlike with `os.waitid`, it need not be a child of this process."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
             state = stat.read().rpartition(")")[2].split()[0]

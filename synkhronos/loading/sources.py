@@ -1,7 +1,7 @@
 """Sources of rows.
 
-A `Source` reads rows by number; the length and order of an `IterableSource` are its own.  Both are pickled for the
-loader processes.  So a source of files holds their paths, and each process opens the files itself when it reads from
+A `Source` reads rows by number.  An `IterableSource` has its own length and order.  Both are pickled for the loader
+processes.  A source of files therefore holds their paths, and each process opens the files itself when it reads from
 them.  A source may have a method ``describe_row(row)``, whose result names a row in errors.
 """
 
@@ -33,7 +33,7 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 class Source(Protocol):
-    """Rows that are read by number; it is pickled for the loader processes."""
+    """Rows that are read by number.  The source is pickled for the loader processes."""
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -101,7 +101,7 @@ class FileArray:
         return file, row - (int(self._ends[file - 1]) if file else 0)
 
     def _open(self, index: int) -> Any:
-        """Return the array in the file of an index; if too many are open, close the one that was opened first."""
+        """Return the array in the file of an index.  If too many are open, close the one that was opened first."""
         array = self._arrays.get(index)
         if array is None:
             while len(self._arrays) >= _MAX_OPEN_FILES:
@@ -111,7 +111,7 @@ class FileArray:
 
 
 def npy(paths: Paths) -> FileArray:
-    """Return the array in ``.npy`` files, for a `Loader`; rows are read from the memory-mapped files on demand.
+    """Return the array in ``.npy`` files, for a `Loader`.  Rows are read from the memory-mapped files on demand.
 
     Parameters
     ----------
@@ -344,7 +344,7 @@ class Images:
 
 
 def _has_deep_channels(picture: Any) -> bool:
-    """Whether a picture has more than 8 bits per channel; Pillow would drop the others."""
+    """Whether a picture has more than 8 bits per channel.  Pillow would drop the others."""
     if picture.mode.startswith(("I", "F")):
         return True
     # 16-bit colours also have the mode "RGB", but another layout in the file.
