@@ -94,7 +94,7 @@ def check_class(model: str, overrides: Mapping[str, Any] | None = None) -> int:
 
 
 def _describe_exception(error: Exception, settings: Settings) -> str:
-    """Return an exception's text and its line in the model's file; print the traceback if it was raised elsewhere."""
+    """Return an exception's text and its line in the model's file.  Print the traceback if it was raised elsewhere."""
     text = f"{type(error).__name__}: {error}"
     file = Path(settings.pythonpath, *settings.modelfile.split("."))
     frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -187,7 +187,7 @@ class _ModelCheck:
     def apply_reduced_gradient(
         self, instances: list[Any], sources: list[FlatVariables], targets: list[FlatVariables], total: Any
     ) -> None:
-        """Update two instances from the sum of their gradients; with a sharded optimizer in two parts."""
+        """Update two instances from the sum of their gradients, in two parts with a sharded optimizer."""
         if getattr(instances[0], "gathers_gradient", False):
             for source in sources:
                 source.set(total)

@@ -48,7 +48,7 @@ def assign_cores(
 
 
 def find_gpu_cores(devices: Sequence[str]) -> dict[str, list[int]]:
-    """Find the cores next to each GPU, by its name; GPUs whose cores are unknown have no entry."""
+    """Return the cores next to each GPU, by its name.  GPUs whose cores are unknown have no entry."""
     try:
         import pynvml
 
@@ -96,7 +96,7 @@ def parse_cores(text: str) -> list[int]:
 
 
 def bind_to_cores(cores: Sequence[int]) -> None:
-    """Bind this thread, and the threads that it will start, to cores; an empty list leaves the binding unchanged."""
+    """Bind this thread, and the threads that it will start, to cores, unless the list of cores is empty."""
     if cores:
         os.sched_setaffinity(0, cores)
 

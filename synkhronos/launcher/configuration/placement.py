@@ -12,7 +12,7 @@ from synkhronos.ranks import count_available_cores
 
 
 def choose_placement(devices: Any, hosts: Any, n_ranks: int | None) -> tuple[tuple[str, ...], list[Host]]:
-    """Check the settings ``devices``, ``hosts`` and ``ranks``; choose values for those that are not set.
+    """Check the settings ``devices``, ``hosts`` and ``ranks``.  Choose values for those that are not set.
 
     Return the device of each rank of this host, and the hosts with ranks, this one first.  The list of hosts is empty
     for this host alone.
@@ -38,7 +38,7 @@ def parse_devices(devices: Any) -> list[str]:
 
 
 def _choose_devices(devices: Any, n_ranks: int | None) -> tuple[str, ...]:
-    """Choose the device of each rank; by default a rank for each visible GPU, or without GPUs for each core."""
+    """Choose the device of each rank.  The default is a rank for each visible GPU, or without GPUs for each core."""
     n_gpu = get_n_gpu()
     if devices is None:
         if n_gpu and n_ranks is not None and n_ranks > n_gpu:
@@ -88,7 +88,7 @@ def _parse_hosts(hosts: Any, n_ranks: int | None) -> list[Host]:
 
 
 def _choose_devices_of_first_host(first: Host, devices: Any) -> tuple[str, ...]:
-    """Choose the device of each rank on the first of several hosts; other hosts use devices of the same kind."""
+    """Choose the device of each rank on the first of several hosts.  Other hosts use devices of the same kind."""
     if devices is not None and parse_devices(devices) == ["cpu"]:
         return ("cpu",) * (first.n_ranks or count_available_cores())
     chosen_devices = _choose_devices(devices, first.n_ranks)

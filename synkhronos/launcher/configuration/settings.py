@@ -30,7 +30,7 @@ MODEL_OPTIONS = tuple(option.name for option in dataclasses.fields(StepOptions))
 
 
 class SettingsError(ValueError):
-    """A setting is wrong; the message begins with its name."""
+    """A setting is wrong.  The message begins with its name."""
 
 
 @contextmanager
@@ -92,7 +92,7 @@ class Settings:
     resume: str | None = None
 
     def make_exchange_rule(self) -> exchange_rules.ExchangeRule:
-        """Make the exchange rule; BSP averages parameters, since a model class compiles its own steps."""
+        """Make the exchange rule.  BSP averages parameters, since a model class compiles its own steps."""
         exchange_rule_class, options = EXCHANGE_RULE_CLASSES[self.rule.lower()], self.rule_options
         if exchange_rule_class is exchange_rules.EAMSGD:
             raise SettingsError("rule: EAMSGD needs the velocities, and a class doesn't name them: take EASGD")
@@ -164,7 +164,7 @@ def get_exchange_rule_options(rule: exchange_rules.ExchangeRule) -> dict[str, An
 
 
 def merge_tables(tables: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge settings; later tables override earlier ones, and nested tables are merged entry by entry."""
+    """Merge settings.  Later tables override earlier ones, and nested tables are merged entry by entry."""
     merged: dict[str, Any] = {}
     for table in tables:
         for key, value in table.items():

@@ -41,7 +41,7 @@ def read_session_file(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def check_setting_names(settings: Mapping[str, Any], source: str) -> None:
-    """Raise SettingsError for a name that is not the name of a setting; ``source`` is the source of the names."""
+    """Raise SettingsError for a name that is no setting.  ``source`` is the source of the names."""
     for key in settings:
         if key not in SETTING_KEYS:
             raise SettingsError(
@@ -100,11 +100,11 @@ def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def merge_sources(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge settings of several sources; earlier sources override later ones.
+    """Merge settings of several sources.  Earlier sources override later ones.
 
-    If an earlier source names another rule, the options of a later source's rule are dropped.  If it names devices, a
-    later source's number of ranks is dropped.  If it has a number of ranks, a later source's GPUs are dropped, but not
-    the device ``cpu``.
+    If an earlier source names another rule, the options of a later source's rule are dropped.  If an earlier source
+    names devices, a later source's number of ranks is dropped.  If it has a number of ranks, a later source's GPUs are
+    dropped, but not the device ``cpu``.
     """
     merged: dict[str, Any] = {}
     for source in map(_split_model, reversed(sources)):

@@ -1,6 +1,6 @@
 """Parser of Theano-MPI's session files, ``KEY=VALUE``.
 
-Theano-MPI runs session files in bash.  This parser reads the assignments, and expands or runs nothing.
+Theano-MPI runs session files in bash.  This parser reads only the assignments: it expands nothing and runs nothing.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _normalize_key(key: str) -> str:
 
 
 def _unquote(word: str) -> str:
-    """Remove the quotation marks and escapes of a word, as bash does; refuse expansions and operators."""
+    """Remove the quotation marks and escapes of a word, as bash does.  Refuse expansions and operators."""
 
     def unquote_piece(match: re.Match[str]) -> str:
         piece = match[0]

@@ -36,7 +36,7 @@ def _to_update_dict(updates: Any) -> dict[Any, Any]:
 
 
 def _snapshot_value(shared: SharedVariable) -> Any:
-    """Return a snapshot of a variable's value; on a GPU it may not be computed yet."""
+    """Return a snapshot of a variable's value.  On a GPU it may not be computed yet."""
     value = get_library(shared).borrow_value(shared)
     return get_array_device(value).snapshot(value)
 
@@ -161,11 +161,11 @@ class Model:
         raise ModelInterfaceError(f"{type(self).__name__} lacks the method build(), which sets inputs, params and loss")
 
     def load(self) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Return the training and the validation arrays, in the order of ``inputs``; the latter may be empty."""
+        """Return the training and the validation arrays, in the order of ``inputs``.  The latter may be empty."""
         raise ModelInterfaceError(f"{type(self).__name__} lacks the method load(), which returns the data")
 
     def prepare(self, arrays: list[Any], training: bool) -> list[Any]:
-        """Preprocess or augment a batch, such as by random crops; by default it is unchanged."""
+        """Preprocess or augment a batch, such as by random crops.  By default it is unchanged."""
         return arrays
 
     def updates(self, loss: Any, params: list[SharedVariable], learning_rate: Any) -> Any:
@@ -319,7 +319,7 @@ class Model:
         return RuleUpdates(OrderedDict({flat.shared: flat.expression}), OrderedDict(updates), flat.shared)
 
     def _average_slices(self, library: Any, outputs: list[Any]) -> dict[Any, Any]:
-        """Return updates of `step_outputs` that average over the slices of a batch; the last is the sum of weights."""
+        """Return updates of `step_outputs` that average over the slices of a batch.  The last is the sum of weights."""
         tensor, dtype = library.tensor, str(np.result_type(self.loss.dtype, np.float32))
         weight = tensor.cast(self.inputs[0].shape[0], dtype) if self.weight is None else outputs.pop()
         if self.weight is None:
@@ -332,7 +332,7 @@ class Model:
         return new_values
 
     def train_iter(self, count: int, recorder: Any) -> None:
-        """Take a step with the next batch of this rank; compute only its gradient, if BSP reduces gradients."""
+        """Take a step with the next batch of this rank.  If BSP reduces gradients, only compute the gradient."""
         batch = self.next_batch(recorder)
         recorder.start()
         if self.num_slices == 1:
@@ -365,7 +365,7 @@ class Model:
         return self.has_new_shards
 
     def next_batch(self, recorder: Any) -> list[np.ndarray]:
-        """Return the next batch of this rank; each epoch has another order.  The time is recorded as "wait"."""
+        """Return the next batch of this rank.  Each epoch has another order.  The time is recorded as "wait"."""
         recorder.start()
         batch = self._prepare_batch(self.data.take_training_batch(self.epoch), True)
         recorder.end("wait")

@@ -20,8 +20,8 @@ def _compile_functions(model: Any, sync_type: str) -> None:
     """Call ``compile_iter_fns``, with ``sync_type`` if it has this parameter.
 
     Theano-MPI calls the exchange of gradients "cdd", and the exchange of parameters "avg".  If ``size > 1``, its models
-    compile a function for gradients and one for updates, which only "cdd" can use.  So for "avg" ``size`` is 1 during
-    the call.
+    compile a function for gradients and one for updates, which only "cdd" can use.  For "avg", ``size`` is therefore 1
+    during the call.
     """
     size = getattr(model, "size", 1)
     if sync_type != "cdd" and size != 1:
@@ -58,7 +58,7 @@ def requires_gradient_exchange(model: Any) -> bool:
 
 
 def compile_model(model: Any, settings: Settings, exchange_rule: ExchangeRule, size: int) -> ExchangedQuantity | None:
-    """Compile an instance's functions; return the quantity that ranks exchange after each step, None without any."""
+    """Compile an instance's functions.  Return the quantity that ranks exchange after each step, or None."""
     quantity = _choose_exchanged_quantity(model, settings, exchange_rule, size)
     _compile_functions(model, "cdd" if quantity == "gradient" else "avg")
     if quantity != "gradient":

@@ -45,7 +45,7 @@ class ModelData:
         self._validation_batches: Iterator[Batch] | None = None
 
     def take_training_batch(self, epoch: int) -> Batch:
-        """Return the next training batch of an epoch; each epoch has another order."""
+        """Return the next training batch of an epoch.  Each epoch has another order."""
         if self._epoch != epoch:
             self._training_batches, self._epoch = self._iterate_epoch(epoch), epoch
         batch = next(self._training_batches, None)
@@ -65,7 +65,7 @@ class ModelData:
         self._validation_batches = None
 
     def take_validation_batch(self) -> Batch | None:
-        """Return the next validation batch; None after the last one: the loader may have skipped batches."""
+        """Return the next validation batch, or None after the last one, as the loader may have skipped batches."""
         if self._validation_batches is None:
             self._validation_batches = self._iterate_validation()
         return next(self._validation_batches, None)

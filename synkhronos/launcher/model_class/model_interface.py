@@ -180,13 +180,13 @@ def parse_val_iter_result(result: Any, batch: int, next_batch: int) -> tuple[int
 
 
 def get_batch_size(model: Any) -> int:
-    """Return ``batch_size`` of the model or its data; 1 if they have none, and speed is reported in batches."""
+    """Return ``batch_size`` of the model or its data, or 1 without it; speed is then reported in batches."""
     size = getattr(model, "batch_size", getattr(model.data, "batch_size", 1))
     return int(size) if isinstance(size, int | np.integer) else 1
 
 
 def get_learning_rate(model: Any) -> float:
-    """Return the value of the model's ``shared_lr``, ``lr`` or ``learning_rate``; NaN if the model has none."""
+    """Return the value of the model's ``shared_lr``, ``lr`` or ``learning_rate``, or NaN if the model has none."""
     for name in ("shared_lr", "lr", "learning_rate"):
         value: Any = getattr(model, name, None)
         if hasattr(value, "get_value"):
@@ -198,7 +198,7 @@ def get_learning_rate(model: Any) -> float:
 
 @contextmanager
 def use_model_precision() -> Iterator[None]:
-    """Set JAX's precision, within a ``with`` block, to that of PyTensor's ``floatX``, for which models are compiled."""
+    """Set JAX's precision, within a ``with`` block, to PyTensor's ``floatX``.  Models are compiled for it."""
     jax, pytensor = sys.modules.get("jax"), sys.modules.get("pytensor")
     if jax is None or pytensor is None:  # nothing is compiled yet, and PyTensor then sets the flag itself
         yield

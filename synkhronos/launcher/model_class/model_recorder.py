@@ -1,7 +1,7 @@
 """Recorder for model classes, with the interface of Theano-MPI's recorder and the records of this library.
 
-It is an argument of ``train_iter``, ``val_iter`` and ``print_info``.  The class reports costs and times, and the run
-counts the steps::
+The recorder is an argument of ``train_iter``, ``val_iter`` and ``print_info``.  The class reports costs and times, and
+the run counts the steps::
 
     train_iter: start(), end("calc"), train_error(...)   --+
     run:        begin_epoch(), count_iteration()         --+--> Meter --> write_rank_record(): a line, also printed
@@ -83,7 +83,7 @@ class ModelRecorder:
         self._clock_start = None
 
     def train_error(self, count: int, cost: Any, error: Any = None, weight: Any = 1) -> None:
-        """Record the cost of an iteration, a mean over ``weight`` items; a cost of weight 0 is ignored."""
+        """Record the cost of an iteration, a mean over ``weight`` items.  A cost of weight 0 is ignored."""
         self.meter.add_loss(cost, weight)
         self._last_weight = weight
         if error is not None:
@@ -100,7 +100,7 @@ class ModelRecorder:
         self._last_weight = 0
 
     def val_error(self, count: int, cost: Any, error: Any = None, error_top_5: Any = None, rows: float = 1) -> None:
-        """Add the means of a batch of ``rows`` rows to the validation's sums; a batch of none is ignored."""
+        """Add the means of a batch of ``rows`` rows to the validation's sums.  A batch of none is ignored."""
         self._validation_weight += rows
         if not rows:
             return
@@ -170,12 +170,12 @@ class ModelRecorder:
         self.meter.begin_interval(RankTotals(weighted_cost_sum, weight_sum, rows, steps, first_launch_rows=rows))
 
     def count_iteration(self, seconds: float = 0.0) -> None:
-        """Count an iteration of ``seconds`` seconds; the speed excludes the first iteration."""
+        """Count an iteration of ``seconds`` seconds.  The speed excludes the first iteration."""
         self.meter.count_step(self.rows_per_step)
         self.meter.record_first_launch(1, self.rows_per_step, seconds)
 
     def write_line(self, flush: bool = True) -> None:
-        """Write and print a line for the iterations since the last line; without ``flush``, only if a line is due."""
+        """Write and print a line for the iterations since the last line.  Without ``flush``, only if a line is due."""
         self.meter.write_lines(self.epoch, self.meter.total_steps * self.rows_per_step, self.learning_rate, flush)
 
     def write_rank_record(self, rank: int, record: dict[str, Any]) -> None:
@@ -196,7 +196,7 @@ class ModelRecorder:
         return _to_float(self._last_weight)
 
     def take_validation_sums(self) -> tuple[float, dict[str, float]]:
-        """Return the weight of a validation's batches, and its weighted sums by name; reset both."""
+        """Return the weight of a validation's batches, and its weighted sums by name.  Reset both."""
         sums = self._validation_weight, self._validation_sums
         self._reset_validation()
         return sums
@@ -207,7 +207,7 @@ class ModelRecorder:
 
 
 def _weigh_costs(costs: Sequence[Any], weights: Sequence[Any]) -> list[tuple[float, float]]:
-    """Return pairs of cost times weight, and weight; costs of weight 0 are ignored, even NaN."""
+    """Return pairs of cost times weight, and weight.  Costs of weight 0 are ignored, even NaN."""
     return [(w * _to_float(cost) if w else 0.0, w) for cost, w in zip(costs, map(_to_float, weights), strict=True)]
 
 

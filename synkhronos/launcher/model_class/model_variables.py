@@ -23,8 +23,8 @@ def group_variables(model: Any, exclude_normalization: bool = False) -> Variable
     - `generators`: random generators of a function.
     - `other_variables`: integers that a function updates, and scalars that it reads, such as a learning rate.
 
-    Variables in `Model.step_outputs` and in ``vels2`` are in no group: they are results, and memory of the exchange.
-    ``vels`` of a sharded optimizer is in no group either.
+    Variables in `Model.step_outputs` and in ``vels2`` are in no group: the former are results, the latter memory of the
+    exchange.  ``vels`` of a sharded optimizer is in no group either.
 
     With ``exclude_normalization``, parameters of batch normalization, named ``gamma`` or ``beta``, are not
     exchanged, except in a `Model` that normalizes over the rows of all ranks.  Raise ModelInterfaceError if no
@@ -78,7 +78,7 @@ def _iterate_shared_inputs(function: Any) -> Iterator[Any]:
 
 
 def _group_function_variables(function: Any, groups: VariablesByRole, grouped_ids: set[int]) -> None:
-    """Add a function's shared variables to ``groups``, except those in ``grouped_ids``; add their ids there."""
+    """Add a function's shared variables to ``groups``, except those in ``grouped_ids``.  Add their ids there."""
     for function_input in _iterate_shared_inputs(function):
         shared = function_input.variable
         if id(shared) in grouped_ids:

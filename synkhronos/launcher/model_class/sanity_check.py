@@ -1,8 +1,8 @@
 """Detection of runs that train nothing: parameters that never change, or ranks that compute equal steps.
 
 Neither mistake of a model class raises an error by itself.  If no parameter changes, the run wastes the time of all
-ranks.  If ranks compute equal steps, it wastes the time of all but one.  So hashes of variables are compared in the
-first steps::
+ranks.  If ranks compute equal steps, it wastes the time of all but one.  To detect both, hashes of variables are
+compared in the first steps::
 
     steps 1, 2, 3      hash of the results of the step  --> must differ between ranks
     step 50, or        hash of all parameters           --> must differ from the hash before the first step
@@ -81,7 +81,7 @@ class SanityCheck:
 
 
 def find_ranks_with_equal_steps(step_hashes_by_rank: Sequence[list[str] | None]) -> tuple[int, int] | None:
-    """Find the first two ranks with equal lists of hashes; None if there are none.
+    """Return the first two ranks with equal lists of hashes, or None if there are none.
 
     Ranks without hashes are skipped.  Ranks with an empty hash are skipped too, since NaN makes all ranks equal.
 

@@ -40,7 +40,7 @@ class GradientSumRule(ExchangeRule):
         """Leave ``vels2`` at the values that the class has set."""
 
     def exchange(self, context: RankContext, state: ExchangeState) -> None:
-        """All-reduce ``vels`` into ``vels2``; the exchanges of a sharded optimizer are described at the class."""
+        """All-reduce ``vels`` into ``vels2``.  The class describes the exchanges of a sharded optimizer."""
         if self._sharded_model is not None:
             self._exchange_shards(context, self._sharded_model)
             return

@@ -25,7 +25,7 @@ class MemoryCheckpointWriter:
         self._last_write_end = time.monotonic()
 
     def schedule_after(self, batch: int) -> None:
-        """Schedule the next memory checkpoint; ``batch`` batches of the epoch are trained on."""
+        """Schedule the next memory checkpoint.  So far, ``batch`` batches of the epoch are trained on."""
         self.due_batch = batch + self._interval_batches
 
     def write(self, metrics: Mapping[str, float] | None) -> None:

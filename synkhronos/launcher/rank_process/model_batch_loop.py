@@ -142,7 +142,7 @@ class ModelBatchLoop(BatchLoop):
         return self.is_last_step and self._stop_poll.poll()
 
     def is_stop_requested(self) -> bool:
-        """Return True if this rank reads that a signal has requested a stop; other ranks may read it later."""
+        """Return True if this rank reads that a signal has requested a stop.  Other ranks may read it later."""
         return self.state.settings.saves_on_signal and self._stop_poll.poll()
 
     def _agree_on_n_batches(self) -> int:

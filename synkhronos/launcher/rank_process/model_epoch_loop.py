@@ -179,7 +179,7 @@ class ModelEpochLoop(ReportLoop):
         return not self.batch_loop.is_stopped_by_signal
 
     def make_report(self) -> Report:
-        """Make the report of the epoch; its loss is NaN if the class recorded no cost."""
+        """Make the report of the epoch.  Its loss is NaN if the class recorded no cost."""
         n_ranks, epoch = self.context.size, self.n_reports + 1
         n_rows_seen = self.recorder.meter.total_steps * self.recorder.rows_per_step * n_ranks
         elapsed = self._training_ended_at - self.recorder.epoch_start_time
@@ -195,7 +195,7 @@ class ModelEpochLoop(ReportLoop):
         return report
 
     def validate(self, report: Report) -> bool:
-        """Validate the exchange rule's consensus parameters; a validation that a signal stops has no results."""
+        """Validate the exchange rule's consensus parameters.  A validation that a signal stops has no results."""
         recorder = self.recorder
         generator_states = self.state.get_generator_states()
         batch, ends_run, is_stopped = 0, False, False
@@ -242,7 +242,7 @@ class ModelEpochLoop(ReportLoop):
         call_optional(self.model, "print_info", self.recorder, verbose=self.context.number == 0)
 
     def finish_interval(self, report: Report) -> None:
-        """Move to the next epoch; on rank 0, print and write the report."""
+        """Move to the next epoch.  On rank 0, print and write the report."""
         self.state.position = {"batch": 0}
         self.state.n_complete_epochs = self.n_reports + 1
         if self._report_recorder is None:

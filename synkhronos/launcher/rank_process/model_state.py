@@ -1,8 +1,8 @@
 """State of one rank that trains a model class, and its checkpoints.
 
 A signal may end an epoch after any batch.  The checkpoint then has the number of batches, and the states of random
-generators at the start of the epoch.  Only the class can determine which rows it has used.  So a resumed run skips or
-repeats these batches by the methods of the class.
+generators at the start of the epoch.  Only the class can determine which rows it has used.  Therefore a resumed run
+skips or repeats these batches by the methods of the class.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from synkhronos.training.monitoring.recorder import RANK_FILE_TEMPLATE, format_r
 #: that a write to a pipe is complete, and writes of processes do not mix.
 _MAX_LINE_NBYTES = 4000
 
-#: Program of the forwarder: puts the file's name before each line of a rank.  It is a process, so that it also forwards
+#: Program of the forwarder: puts the file's name before each line of a rank.  As a process of its own, it also forwards
 #: the last lines of a killed rank.
 _FORWARDER_CODE = f"""
 import os, signal, sys

@@ -34,7 +34,7 @@ _NAMED_LINE = re.compile(rf"{FILE_NAME_MARK}(rank-\d+\.(?:log|jsonl)){FILE_NAME_
 
 
 def split_file_name(line: str) -> tuple[str, str]:
-    """Split a line into the name of its file and its text; the name is empty for lines of other programs."""
+    """Split a line into the name of its file and its text.  The name is empty for lines of other programs."""
     match = _NAMED_LINE.fullmatch(line)
     return (match[1], match[2]) if match else ("", line)
 

@@ -1,4 +1,4 @@
-"""The folder of a run: its lock, its settings, ``run.json``, the record of the run, and the log of deaths."""
+"""The folder of a run: its lock, its settings, ``run.json`` (the record of the run), and the log of deaths."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ class Supervisor:
         return status
 
     def _start_master(self, pipes: list[int]) -> None:
-        """Start the master's process, which starts the other ranks; they write their output into the pipes."""
+        """Start the master's process, which starts the other ranks.  They write their output into the pipes."""
         settings = self.settings
         (self.folder / PROCESSES_FILE).unlink(missing_ok=True)  # the master writes it once all ranks have started
         allowed = sorted(os.sched_getaffinity(0))
@@ -329,7 +329,7 @@ class Supervisor:
         return True
 
     def _prepare_restart(self) -> None:
-        """Choose the newest checkpoint of this run, or the one that it resumed from; rename the file of the failure.
+        """Choose the newest checkpoint of this run, or the one that it resumed from.  Rename the file of the failure.
 
         Without a checkpoint the run starts from its beginning, and its records are removed.
         """
