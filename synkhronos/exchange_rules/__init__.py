@@ -1,7 +1,8 @@
 """Exchange rules, by which ranks that train on different rows combine their parameters.
 
 A rule is a subclass of `ExchangeRule`.  Each rank takes its own steps, and calls `ExchangeRule.exchange` after every
-``period`` steps.  The argument is its `ExchangeState`, which has the parameters as one vector, and the rule's arrays.
+``period`` steps.  The argument is the rank's `ExchangeState`.  It has the parameters as one vector, and the rule's
+arrays.
 
 With a synchronous rule, all ranks exchange at the same step: `BSP`, `LocalSGD`, `PostLocal`, `SlowMo`, `DiLoCo` and
 `Swap`.  With an asynchronous rule, each rank exchanges at its own pace, through shared memory under locks: `EASGD`,

@@ -53,7 +53,7 @@ class BSP(ExchangeRule):
             raise ValueError(f"precision: expected None or 'bfloat16' for gradients, got {precision!r}")
 
     def exchange(self, context: RankContext, state: ExchangeState) -> None:
-        """Average parameters; if the loss has a weight, ranks are weighted by it."""
+        """Average parameters.  If the loss has a weight, ranks are weighted by it."""
         relative_weight = 1.0
         if state.count_items is not None:
             items = context.all_gather(state.count_items())

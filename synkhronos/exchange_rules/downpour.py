@@ -50,7 +50,7 @@ class Downpour(CentreRule):
     def count_steps_left(self, state: ExchangeState) -> int:
         """Return the number of steps until the next exchange.
 
-        It depends on ``state.step`` alone, so an interrupted exchange does not shift later ones.
+        The number depends on ``state.step`` alone, so an interrupted exchange does not shift later ones.
         """
         period = math.gcd(self.push, self.fetch)
         return period - state.step % period

@@ -100,7 +100,7 @@ class EASGD(CentreRule):
         return sequence
 
     def _exchange_with_centre(self, state: ExchangeState, alpha: float) -> None:
-        """Move the rank and the centre towards each other; the caller has acquired the lock."""
+        """Move the rank and the centre towards each other.  The caller has acquired the lock."""
         state.update_with_shared("centre", lambda x, get_block: move_together(x, get_block(), alpha))
 
     def _get_exchanged_vector(self, state: ExchangeState) -> Any:
@@ -115,7 +115,7 @@ class EASGD(CentreRule):
         return read_centre(context, state)
 
     def resize_states(self, states: list[dict[str, Any]], n_ranks: int) -> list[dict[str, Any]]:
-        """Keep the centre and the first ranks; additional ones start at the centre, with zero optimizer variables."""
+        """Keep the centre and the first ranks.  Additional ranks start at the centre, with zero optimizer variables."""
         first = states[0]  # its "since" is the number of steps since the last exchange
         centre = first["own"]["centre"] if "centre" in first["own"] else first["shared"]["centre"]
         fresh = {**first, "params": centre.copy(), "optimizer": np.zeros_like(first["optimizer"]), "since": 0}

@@ -18,9 +18,9 @@ from synkhronos.variable_types import Array
 class GoSGD(ExchangeRule):
     """Gossip SGD: at random, a rank sends its parameters to another rank, which computes a weighted mean.
 
-    Each rank has a weight, initially 1/p.  With a probability, after each step, rank s halves its weight and sends
-    (x_s, w_s) to a random other rank r, which computes x_r ← (w_r x_r + w_s x_s)/(w_r + w_s), w_r ← w_r + w_s: Blot et
-    al., "Gossip training for deep learning", arXiv:1611.09726.
+    Each rank has a weight, initially 1/p.  After each step, with the given probability, rank s halves its weight and
+    sends (x_s, w_s) to another rank r, chosen at random.  Rank r computes x_r ← (w_r x_r + w_s x_s)/(w_r + w_s), w_r ←
+    w_r + w_s: Blot et al., "Gossip training for deep learning", arXiv:1611.09726.
 
     Each rank has one mailbox in shared memory.  A sender merges its message into it by the same formula, under a lock,
     so a mailbox never overflows.  Invariants: the weights of ranks and mailboxes add up to 1, and no exchange changes

@@ -10,7 +10,7 @@ from synkhronos.variable_types import Array
 
 
 class _OuterOptimizerRule(ExchangeRule):
-    """Base class: all ranks start from an anchor; the anchor minus the ranks' average is the outer gradient."""
+    """Base class: all ranks start from an anchor.  The anchor minus the ranks' average is the outer gradient."""
 
     def setup(self, context: RankContext, state: ExchangeState) -> None:
         """Set the anchor to the parameters, and the outer velocity to zero."""

@@ -94,7 +94,7 @@ class ExchangeRule:
         return {}
 
     def setup(self, context: RankContext, state: ExchangeState) -> None:
-        """Initialize ``state.own`` and shared memory before the first step; all ranks have equal parameters then."""
+        """Initialize ``state.own`` and shared memory before the first step.  All ranks have equal parameters then."""
         if self.precision not in (None, "float32"):
             state.own["anchor"] = state.vector
 
@@ -191,7 +191,7 @@ def reduce_with_weighted_averages(
     n = state.n_average_items
     if not n:
         return reduce(vector)
-    # A rank without rows has a negligible weight.  It is a power of two, so products are exact.
+    # A rank without rows has a negligible weight.  The weight is a power of two, so products are exact.
     min_weight = 2.0**-14 if "float16" in (precision, vector.dtype.name) else 2.0**-64
     # Weights are at most 1, since the range of float16 is narrow.
     weight = max(state.own.get("batches", 0.0) / max(1, state.steps_since_exchange), min_weight)
@@ -226,7 +226,7 @@ def round_to_bfloat16(vector: np.ndarray) -> np.ndarray:
 
 
 def check_fraction(value: object, name: str) -> float:
-    """Check that a value is a number in (0, 1], and return it; raise TypeError or ValueError."""
+    """Return a number in (0, 1].  Raise TypeError or ValueError for any other value."""
     checked = check_number(value, name)
     if not 0 < checked <= 1:
         raise ValueError(f"{name}: expected a number above 0, up to 1, got {value!r}")
@@ -234,7 +234,7 @@ def check_fraction(value: object, name: str) -> float:
 
 
 def check_momentum(value: object) -> float:
-    """Check that a value is a number in [0, 1), and return it; raise TypeError or ValueError."""
+    """Return a number in [0, 1).  Raise TypeError or ValueError for any other value."""
     checked = check_number(value, "momentum")
     if not 0 <= checked < 1:
         raise ValueError(f"momentum: expected a number from 0, below 1, got {value!r}")
@@ -242,5 +242,5 @@ def check_momentum(value: object) -> float:
 
 
 def check_period(value: object, name: str) -> int:
-    """Check that a value is a number of steps, at least 1, and return it; raise TypeError or ValueError."""
+    """Return a number of steps, at least 1.  Raise TypeError or ValueError for any other value."""
     return check_at_least(value, name, 1, "a number of steps")

@@ -190,8 +190,9 @@ class ExchangeState:
         """Update the parameters together with an array of `shared`, or a row of it, and an array of `own`, if named.
 
         The operation takes the parameters ``x``, a function that returns the shared array, and the own array.  It
-        returns new values of all, None for those that are unchanged, and may change its arguments in place.  On a
-        device the arrays are whole vectors.  In host memory they are blocks, and the operation is called for each.
+        returns new values of all three, or None for an unchanged one, and may change its arguments in place.  On a
+        device the arrays are whole vectors.  In host memory they are blocks, and the operation is called for each
+        block.
         """
         shared, rows = self.shared[name], self.shared_rows[name]
         if row is not None:
@@ -226,7 +227,7 @@ class ExchangeState:
     def velocity(self) -> Array:
         """Velocity of the parameters: the optimizer's variables as one flat vector, a new array of shape ``(n,)``.
 
-        It is 0 for running averages.  ValueError is raised if the optimizer's variables have another number of
+        The velocity of running averages is 0.  Raise ValueError if the optimizer's variables have another number of
         elements.
         """
         size = self.params.size - self.n_average_items

@@ -18,9 +18,9 @@ class Swap(ExchangeRule):
     """Swap: random pairs of ranks exchange their parameters, for ensembles such as several GANs.
 
     Each rank trains its own model on its own rows.  After a swap a model is trained on the rows of another rank; with
-    ``exclude`` one half of a model, such as the generator, meets another half.  It is Theano-MPI's "swap" for GANs,
-    after Im et al., "Generative adversarial parallelization", arXiv:1612.04021.  If the number of ranks is odd, one of
-    them takes no part.
+    ``exclude`` one half of a model, such as the generator, meets another half.  The rule is Theano-MPI's "swap" for
+    GANs, after Im et al., "Generative adversarial parallelization", arXiv:1612.04021.  If the number of ranks is odd,
+    one of them takes no part.
 
     Parameters
     ----------
@@ -70,9 +70,9 @@ class Swap(ExchangeRule):
         return sources
 
     def compute_consensus(self, context: RankContext, state: ExchangeState) -> Array:
-        """Return the parameters of rank 0; a mean of different models would be meaningless."""
+        """Return the parameters of rank 0, since a mean of different models would be meaningless."""
         return context.broadcast(state.params.to_numpy())
 
     def resize_states(self, states: list[dict[str, Any]], n_ranks: int) -> list[dict[str, Any]]:
-        """Keep the models of the first ranks; additional ranks get copies of them."""
+        """Keep the models of the first ranks.  Additional ranks get copies of them."""
         return [states[r % len(states)] for r in range(n_ranks)]
