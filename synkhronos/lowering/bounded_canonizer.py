@@ -28,8 +28,8 @@ class _BoundedCanonizer:
     def get_num_denum(self, variable: Variable) -> tuple[list[Any], list[Any]]:
         """Return the positive and the negative terms of a sum, or the factors and divisors of a product.
 
-        The variable itself is returned if there are more terms than inputs of the nodes that they replace, so that the
-        graph would grow.
+        If there are more terms than inputs of the nodes that they replace, the graph would grow.  The variable itself
+        is then returned.
         """
         counts: dict[Any, int] = {}
         terms = self._count_terms(variable, counts)
@@ -38,7 +38,7 @@ class _BoundedCanonizer:
         return self._canonizer.get_num_denum(variable)
 
     def _count_terms(self, variable: Variable, counts: dict[Any, int]) -> int:
-        """Return the number of terms of a variable; ``counts`` collects the numbers of the nodes in its expression."""
+        """Return the number of terms of a variable.  ``counts`` collects the numbers of the nodes in its expression."""
         node = variable.owner
         if node is None or node.op not in self._operations:
             return 1

@@ -24,10 +24,10 @@ def fuse_sums(
 ) -> Callable[..., Any]:
     """Return a function that computes several sums on each rank, and reduces them by one all-reduce.
 
-    It takes the parameters of all functions, in order, and returns the sum, or a tuple of sums.  Each of ``functions``
-    takes ``n_params`` of them, and returns this rank's share of a sum, a scalar that is differentiable with respect to
-    the parameters at its ``differentiable_positions``.  ``all_reduce`` takes a vector, and returns its sum over the
-    ranks.
+    The returned function takes the parameters of all functions, in order, and returns the sum, or a tuple of sums.
+    Each of ``functions`` takes ``n_params`` of them, and returns this rank's share of a sum, a scalar.  The share is
+    differentiable with respect to the parameters at its ``differentiable_positions``.  ``all_reduce`` takes a vector,
+    and returns its sum over the ranks.
     """
     import jax
     import jax.numpy as jnp

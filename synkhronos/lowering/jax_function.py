@@ -82,10 +82,10 @@ class JaxFunction:
 def _pass_keys_instead_of_dicts(
     run: Callable[..., Any], generators: dict[int, dict[str, Any]], new_generators: set[int]
 ) -> Callable[..., Any]:
-    """Wrap a function whose random generators are dicts, so that it takes and returns only the JAX key of each dict.
+    """Wrap a function of random generators that are dicts, so that it takes and returns only each dict's JAX key.
 
     The other five items of a dict are not used, but would be copied at each launch.  ``generators`` are the dicts, by
-    position among the arguments; ``new_generators`` are the positions of updated dicts among the results.
+    position among the arguments.  ``new_generators`` are the positions of updated dicts among the results.
     """
 
     def run_with_keys(*arguments: Any) -> tuple[Any, ...]:

@@ -1,10 +1,10 @@
 """Lengths that depend on a function's integer inputs, as static arguments of its JAX function.
 
-XLA compiles for fixed shapes, but the length of ``x[i * b:(i + 1) * b]`` depends on the value of ``i``.  So do the
-lengths of arrays of ``n`` zeros and of loops of ``n`` steps.  Expressions of lengths that depend only on the inputs'
-shapes and on scalar integer inputs are extracted from the graph: Python computes them before each call, and passes them
-to XLA as constants.  XLA compiles once for each set of lengths, here once for all ``i`` but the last.  The start of a
-slice remains traced.
+XLA compiles for fixed shapes, but the length of ``x[i * b:(i + 1) * b]`` depends on the value of ``i``.  The lengths of
+arrays of ``n`` zeros, and of loops of ``n`` steps, depend on ``n``.  Expressions of lengths that depend only on the
+inputs' shapes and on scalar integer inputs are extracted from the graph.  Python computes them before each call, and
+passes them to XLA as constants.  XLA compiles once for each set of lengths, here once for all ``i`` but the last.  The
+start of a slice remains traced.
 
     graph(i, x) --extract_lengths--> StaticLengthGraph:  n = lengths(i, x)  in Python, before the call
                                                          graph(i, x, n)     by XLA, with n as a constant
@@ -116,7 +116,7 @@ class StaticLengthGraph:
         self._length_indexes = [self._get_or_add_index(length, indexes) for length in lengths]
 
     def _add_node(self, node: Node, indexes: dict[Any, int]) -> None:
-        """Add the steps of a node; ``indexes`` maps the variables of its graph to their values' indexes."""
+        """Add the steps of a node.  ``indexes`` maps the variables of its graph to their values' indexes."""
         op = _get_scalar_op(node)
         if isinstance(op, Shape | Shape_i):
             indexes[node.outputs[0]] = self._add_step(
@@ -139,7 +139,7 @@ class StaticLengthGraph:
             indexes |= {variable: first + i for i, variable in enumerate(node.outputs)}
 
     def _get_or_add_index(self, value: object, indexes: dict[Any, int]) -> int:
-        """Return the index of the value of a variable, a slice's length or a number; add a value if there is none."""
+        """Return the index of the value of a variable, a slice's length or a number.  Add a value if there is none."""
         if isinstance(value, _SliceLength):
             return self._add_step(_compute_slice_length, [self._get_or_add_index(part, indexes) for part in value])
         if value in indexes:
@@ -256,7 +256,7 @@ class KnownVariables:
         return length
 
     def _classify(self, node: Node) -> None:
-        """Record by which time the outputs of a node are known, from the times at which its inputs are."""
+        """Record when the outputs of a node are known, from the times at which its inputs are known."""
         if isinstance(node.op, Shape | Shape_i):
             if node.inputs[0] in self._inputs:
                 self._is_varying[node.outputs[0]] = False
@@ -306,7 +306,7 @@ def select_shape_inputs(node: Node) -> Sequence[Any]:
 
 
 def _find_varying_scalars(variable: Variable, known_variables: KnownVariables) -> Iterator[Any]:
-    """Yield the scalars that determine a length or shape, and that are known before a call and vary with inputs."""
+    """Yield the scalars that determine a length or shape, are known before a call, and vary with inputs."""
     if known_variables.varies_with_inputs(variable) and getattr(variable.type, "ndim", 0) == 0:
         yield variable
         return
@@ -421,7 +421,7 @@ class SliceLengthRewriter(GraphRewriter):
 
     PyTensor infers a length for ``x[i:i + 28]`` that is less than 28 near the end of ``x``.  If ``i`` is data, as in a
     random crop, XLA can't compile an array of that length.  The lowering in `shapes` returns 28 rows, or NaN.  This
-    rewrite specifies the length 28, so that no inferred shape depends on data.
+    rewrite specifies the length 28.  No inferred shape then depends on data.
     """
 
     def apply(self, fgraph: FunctionGraph) -> None:

@@ -3,8 +3,9 @@
 The method ``perform`` of an Op computes with NumPy, in all modes on the CPU; Numba calls it in object mode.  For JAX
 mode, `register_lowering` adds a function of JAX arrays.
 
-JAX may only be imported in the ranks, after the fork, and importing Numba takes a second.  So the Ops are registered
-with PyTensor's dispatcher for JAX or Numba when the first graph is compiled for it, by a rewrite that changes nothing.
+JAX may only be imported in the ranks, after the fork, and importing Numba takes a second.  The Ops are therefore
+registered with PyTensor's dispatcher for JAX or Numba when the first graph is compiled for it, by a rewrite that
+changes nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _lowerings: dict[type[Op], Callable[..., Any]] = {}
 
 
 class NumpyOp(Op):
-    """An Op that NumPy or XLA computes; subclasses define `compute` and `compute_output_shape`."""
+    """An Op that NumPy or XLA computes.  Subclasses define `compute` and `compute_output_shape`."""
 
     #: Function that maps the inputs' values to the output, or to a tuple of several outputs.
     compute: Callable[..., np.ndarray | tuple[np.ndarray, ...]]

@@ -26,8 +26,8 @@ Polynomial = Counter[tuple[Any, ...]]
 def find_constant_extent(index: slice, polynomials: Mapping[Any, Polynomial]) -> int | None:
     """Return stop minus start of a slice, at least 0, if it is a constant, or None otherwise.
 
-    It is the length of the slice, or an upper bound where the array ends before ``stop``.  The bounds are variables,
-    whose polynomials may be known, or None.
+    The difference is the length of the slice, or an upper bound where the array ends before ``stop``.  The bounds are
+    variables, whose polynomials may be known, or None.
     """
     step = index.step
     if (
@@ -77,7 +77,7 @@ def to_polynomial(variable: Variable, polynomials: Mapping[Any, Polynomial]) -> 
 
 
 def _apply_op(op: Op, operands: list[Polynomial]) -> Polynomial:
-    """Return the sum, difference, product or negative of polynomials; for any other Op, the first operand."""
+    """Return the sum, difference, product or negative of polynomials, or for any other Op the first operand."""
     result = Counter(operands[0])
     for operand in operands[1:]:
         if isinstance(op, Mul):

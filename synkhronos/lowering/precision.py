@@ -3,8 +3,8 @@
 By default XLA multiplies float32 in TF32 on a GPU.  JAX applies the setting ``"bfloat16"`` on TPUs only; here it also
 applies to GPUs:
 
-- A product gets its factors in bfloat16, accumulates in float32, and rounds its result, so that the result is written
-  and read in half the bytes.  Gradients of weight matrices, and outputs of the graph, stay float32.
+- A product gets its factors in bfloat16, accumulates in float32, and rounds its result.  The result is thus written and
+  read in half the bytes.  Gradients of weight matrices, and outputs of the graph, stay float32.
 - A node that computes such a factor by one kernel, as elementwise nodes do, rounds its output, so that XLA writes it to
   memory once, in bfloat16.  This matters because convolutional networks are limited by memory bandwidth.
 
@@ -116,7 +116,7 @@ def _is_result_rounded(variable: Variable, graph: FunctionGraph) -> bool:
 
 
 def _pass_in_bfloat16(run: Callable[..., Any], positions: Sequence[int]) -> Callable[..., Any]:
-    """Wrap an Op's function so that it gets some inputs, whose values are already rounded, in bfloat16."""
+    """Wrap an Op's function so that it gets some inputs in bfloat16.  Their values are already rounded."""
     import jax.numpy as jnp
 
     return lambda *inputs: run(*[x.astype(jnp.bfloat16) if i in positions else x for i, x in enumerate(inputs)])

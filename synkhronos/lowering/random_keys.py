@@ -10,8 +10,8 @@ one storage of its key::
         +---- update_key: key of Generator ---->+
         +<--- move_to_key_position -------------+
 
-PyTensor makes a key of the lower 64 bits of PCG64's state.  So a copy of the generator can be moved to the position of
-the key in the stream.
+PyTensor makes a key of the lower 64 bits of PCG64's state.  From the key, a copy of the generator can therefore be
+moved to the same position in the stream.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _key_storages: WeakKeyDict[Any, tuple[np.random.Generator, Any]] = WeakKeyDict()
 
 
 def share_key_storage(container: Any, storage: list[Any]) -> list[Any]:
-    """Return the storage of a function's input; for a random generator, the key storage that functions share.
+    """Return the storage of a function's input, or for a random generator the key storage that functions share.
 
-    ``container`` is that of the shared variable.  ``storage`` is the function's: a list with one item, a dict if the
-    input is a random generator.
+    ``container`` is that of the shared variable.  ``storage`` is the function's: a list with one item, which is a dict
+    if the input is a random generator.
     """
     if not isinstance(storage[0], dict):
         return storage
@@ -83,7 +83,7 @@ def check_key_generator(container: Any, generator: np.random.Generator) -> None:
 def move_to_key_position(container: Any, generator: np.random.Generator) -> np.random.Generator:
     """Move a copy of the container's generator to the position of the key, and return it.
 
-    It is not moved if no function has drawn from the key, or if the user has set another generator since.
+    The copy is not moved if no function has drawn from the key, or if the user has set another generator since.
     """
     entry = _key_storages.get(container)
     if entry is None or entry[0] is not container.storage[0]:

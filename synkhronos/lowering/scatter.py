@@ -1,7 +1,7 @@
 """Scatter-addition of many rows into few on a GPU, such as the gradient of group effects.
 
-A GPU adds by atomic instructions, which wait for each other if they have the same target.  So rows are added into
-several copies of the result, and the copies are summed at the end.
+A GPU adds by atomic instructions, which wait for each other if they have the same target.  To avoid this wait, rows are
+added into several copies of the result, and the copies are summed at the end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MIN_ITEMS_PER_ROW = 256
 
 
 def wrap_scatter_add(run: Callable[..., Any], node: Node) -> Callable[..., Any]:
-    """Wrap the JAX function of a scatter-addition of rows to use copies on a GPU; return any other node's unchanged."""
+    """Wrap the JAX function of a scatter-addition of rows to use copies on a GPU.  Return other nodes' unchanged."""
     from pytensor.tensor import subtensor
 
     op = node.op
@@ -46,7 +46,7 @@ def wrap_scatter_add(run: Callable[..., Any], node: Node) -> Callable[..., Any]:
 
 
 def choose_n_copies(x_shape: tuple[int, ...], y_shape: tuple[int, ...], index_shape: tuple[int, ...]) -> int:
-    """Return the number of copies of ``x`` with which to compute ``x.at[index].add(y)``; 1 or less without copies."""
+    """Return the number of copies of ``x`` with which to compute ``x.at[index].add(y)``; 1 or less means none."""
     if not math.prod(x_shape) or not x_shape or y_shape != (*index_shape, *x_shape[1:]):
         return 1
     return min(_MAX_COPIES, _MAX_ELEMENTS // math.prod(x_shape), index_shape[0] // (_MIN_ITEMS_PER_ROW * x_shape[0]))

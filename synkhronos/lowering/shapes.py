@@ -244,7 +244,7 @@ def _make_numpy_join(op: Op, node: Node) -> ArrayFunction:
 
 
 def _require_known_shape(lowering: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a lowering: require that inputs which determine shapes are known, and pass them as numbers."""
+    """Wrap a lowering: require that the inputs that determine shapes are known, and pass them as numbers."""
 
     def funcify(op: Op, node: Node = None, **kwargs: Any) -> ArrayFunction:
         compute: ArrayFunction = lowering(op, node=node, **kwargs)

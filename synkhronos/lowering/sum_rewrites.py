@@ -3,10 +3,10 @@
 PyTensor simplifies a graph for loops on a CPU, in two ways that cost a GPU time in the backward pass of a residual
 network:
 
-- It flattens sums of sums.  Then the gradient of each block is a sum of all terms of all later blocks, instead of the
+- It flattens sums of sums.  The gradient of each block then is a sum of all terms of all later blocks, instead of the
   gradient of the next block and a few terms.  `PartialSumRewriter` reuses the sum of the next block.
-- The gradient of ``x - mean(x)`` subtracts a mean of terms that themselves depend on a sum over the same axis, so that
-  XLA reads all arrays twice.  `split_centered_sums` sums these terms separately, in the first pass.
+- The gradient of ``x - mean(x)`` subtracts a mean of terms that themselves depend on a sum over the same axis, and XLA
+  reads all arrays twice.  `split_centered_sums` sums these terms separately, in the first pass.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from synkhronos.variable_types import Node, Variable
 
 
 def is_elementwise(node: Node | None, scalar_op: type | UnionType) -> bool:
-    """Whether a variable's owner applies a scalar function elementwise; False for the owner of an input, None."""
+    """Whether a node applies a scalar function elementwise.  None, the owner of an input, does not."""
     return node is not None and isinstance(node.op, Elemwise) and isinstance(node.op.scalar_op, scalar_op)
 
 
