@@ -39,7 +39,7 @@ def dnn_conv(
 
 
 def dnn_pool(img: Any, ws: Any, stride: Any = None, mode: str = "max", pad: Any = None) -> Any:
-    """Return images (batch, channels, *spatial) pooled by windows of shape ``ws``; the default stride is 1.
+    """Return images (batch, channels, *spatial) pooled by windows of shape ``ws``.  The default stride is 1.
 
     Windows that extend beyond the border are omitted.
     """

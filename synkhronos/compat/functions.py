@@ -59,7 +59,7 @@ class TheanoFunction(_Function):
     __slots__ = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function; a value passed for an input with a default applies to this call only."""
+        """Call the function.  A value passed for an input with a default applies to this call only."""
         try:
             outputs = super().__call__(*args, **kwargs)
         finally:
@@ -110,7 +110,7 @@ class NumpyOutputLinker(linker.StaticLengthLinker):
     """JAX linker whose functions return writable NumPy arrays in the dtypes of the graph."""
 
     def jit_compile(self, fn: Any) -> Any:
-        """Compile a JAX function; new values of shared variables stay JAX arrays."""
+        """Compile a JAX function.  New values of shared variables stay JAX arrays."""
         compiled = super().jit_compile(fn)
         updates = set(self.fgraph.update_mapping or ())
         dtypes = [

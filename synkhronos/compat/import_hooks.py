@@ -26,7 +26,7 @@ from synkhronos.compat.re_exports import RE_EXPORTS
 
 _FOLDER = Path(__file__).parent
 _THEANO_FOLDER = _FOLDER / "theano"
-#: Files of the modules that Lasagne 0.1 and Theano-MPI's models import and that may be missing: Theano 1.0 lacks two
+#: Files of modules that Lasagne 0.1 and Theano-MPI's models import, but that may be missing.  Theano 1.0 lacks two
 #: modules of its earlier versions, setuptools 82 lacks pkg_resources, and hickle is rarely installed.
 _SHIMS = {
     "hickle": _FOLDER / "shims" / "hickle.py",

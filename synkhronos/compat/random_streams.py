@@ -114,7 +114,7 @@ class RandomStreams:
         nstreams: Any = None,
         truncate: bool = False,
     ) -> Any:
-        """Draw from the normal distribution; with ``truncate``, within two standard deviations of the mean."""
+        """Draw from the normal distribution.  With ``truncate``, draw within two standard deviations of the mean."""
         if truncate:
             return self.truncated_normal(size, avg, std, dtype=dtype)
         return self._draw(pt.random.normal, avg, std, size=size, dtype=dtype or pytensor.config.floatX)
@@ -185,7 +185,7 @@ class RandomStreams:
         dtype: Any = "int64",
         nstreams: Any = None,
     ) -> Any:
-        """Draw the counts of each outcome in ``n`` trials; ``pvals`` has a row of probabilities for each draw."""
+        """Draw the counts of each outcome in ``n`` trials.  ``pvals`` has a row of probabilities for each draw."""
         return self._draw(pt.random.multinomial, n, pvals, size=size, cast_to=dtype)
 
     def permutation(self, size: Any = None, n: Any = 1, ndim: Any = None, dtype: Any = "int64") -> Any:

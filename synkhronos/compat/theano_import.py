@@ -1,4 +1,4 @@
-"""Import of ``theano`` in the process that will fork the ranks of a script that uses it."""
+"""Import of ``theano`` for scripts that use it, in the process that will fork the ranks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def import_theano_before_fork(use_gpu: bool) -> None:
 
     - If each rank imported Theano by itself, ranks would wait for the lock of Theano's compiler.
     - Theano imports mpi4py where it is installed, for Ops that send and receive, and so initializes MPI.  Forked ranks
-      would be copies of one MPI process, which may not call MPI, and a run that is killed would leave MPI's shared
-      memory in /dev/shm.  So Theano is imported as if mpi4py were missing.  A script that imports mpi4py itself
+      would be copies of one MPI process, which may not call MPI, and a killed run would leave MPI's shared memory in
+      /dev/shm.  For this reason, Theano is imported as if mpi4py were missing.  A script that imports mpi4py itself
       initializes MPI in its own process, after the fork.
     """
     if use_gpu:

@@ -33,7 +33,7 @@ class Softmax(special.Softmax):
 
 
 def _multiply_and_cancel(g: Any, p: Any) -> Any:
-    """Return ``g * p`` with divisions by ``p`` within the expression ``g`` cancelled; both have one shape."""
+    """Return ``g * p``, with divisions by ``p`` within the expression ``g`` cancelled.  Both have one shape."""
     if g.owner is not None and g.type.ndim == p.type.ndim:
         op, inputs = g.owner.op, g.owner.inputs
         if isinstance(op, Elemwise):

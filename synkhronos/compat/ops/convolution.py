@@ -206,7 +206,7 @@ class Conv(_ConvolutionOp):
 
 
 class _ConvGrad(_ConvolutionOp):
-    """Base class of the two gradients; their output has the shape of the third input, whose values are not used."""
+    """Base class of the two gradients.  Their output has the shape of the third input, whose values are not used."""
 
     def make_node(self, operand: Any, output_grad: Any, like: Any) -> Apply:
         """Return the node of images or filters, the output's gradient, and an array of the result's shape."""
@@ -299,10 +299,11 @@ def _convolve_with_xla(op: _ConvolutionOp, x: Any, w: Any) -> Any:
 
 
 def _convolve_with_space_to_depth(op: _ConvolutionOp, x: Any, w: Any) -> Any:
-    """Return the cross-correlation; on GPUs, replace strides over few channels by more channels (space to depth).
+    """Return the cross-correlation.  On GPUs, replace strides over few channels by more channels (space to depth).
 
-    A block of an image as large as the strides becomes one position with a channel for each of its numbers, and filters
-    likewise.  GPUs multiply channels in eights.  A network's first layer with three channels would waste five of them.
+    A block of an image as large as the strides becomes one position with a channel for each number in the block.
+    Filters are converted likewise.  GPUs multiply channels in eights, and a network's first layer with three channels
+    would waste five of them.
     """
     import jax
 

@@ -9,8 +9,8 @@ With the mean and the variance of the n elements of x on the normalized axes, an
 Arrays x, y, dx and dy have one shape.  Scale, shift, statistics and their gradients have length 1 on the normalized
 axes.  All are floats.
 
-Memory traffic dominates the time.  XLA computes each of the Ops in two passes, one that sums and one that writes.
-Plain expressions and their gradients would be compiled to slower kernels, and sums computed several times.
+Memory traffic dominates the time.  XLA computes each of the Ops in two passes: one sums, one writes.  Plain expressions
+and their gradients would be compiled to slower kernels, and some sums would be computed several times.
 """
 
 from __future__ import annotations
@@ -200,8 +200,8 @@ class BatchNormTrainGrad(_BatchNorm):
 class RectifiedBatchNormTrainGrad(_BatchNorm):
     """The gradient of ``max(y, 0)``, where y is `BatchNormTrain`'s first output.  Its last input is the shift.
 
-    Both passes compute the sign of y from x, which they read anyway.  They neither read the rectifier's output, nor
-    write a gradient with zeros where y is negative.
+    Both passes read x anyway, and compute the sign of y from it.  They neither read the rectifier's output, nor write a
+    gradient with zeros where y is negative.
     """
 
     bfloat16_inputs = (0, 1)

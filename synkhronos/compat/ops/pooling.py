@@ -225,7 +225,7 @@ class SumPoolGrad(_PoolingGrad):
 
 
 class MaxPoolGrad(_PoolingGrad):
-    """The gradient of the maximum, which goes to all elements of a window that equal it.
+    """The gradient of the maximum.  It goes to all elements of a window that equal the maximum.
 
     Inputs: the array, its windows' maxima, and the gradient of these.
     """
@@ -331,7 +331,7 @@ def _marks_maxima(op: _PoolingOp) -> bool:
 
 
 def _compute_and_mark_maxima(op: _PoolingOp, x: Any) -> tuple[Any, Any]:
-    """Return each window's maximum, and an integer for each window whose bits mark the elements that equal it.
+    """Return each window's maximum, and an integer whose bits mark the window's elements that equal the maximum.
 
     Bit i is that of position i of a window.  One kernel computes both results, and may compute the array itself.  The
     gradient reads the marks instead of the array.
@@ -407,8 +407,8 @@ def _lower_max_pool_grad(op: MaxPoolGrad, x: Any, _: Any, g: Any) -> Any:
         window 2                    [-----------]
 
     An element at position 0 of block k is in the windows k - 1 and k.  An element at position 1 is only in window k.
-    So all elements at one position of their blocks have the same offsets from their block's number to the numbers of
-    their windows: here -1 and 0, or 0.  For each position and each offset, these elements are compared with one slice
+    The offsets from a block's number to the numbers of the windows are thus the same for all elements at one position
+    of their blocks: here -1 and 0, or 0.  For each position and each offset, these elements are compared with one slice
     of the windows' maxima, whose length is the number of blocks.  Padding adds windows of gradient 0 at both ends.
     """
     import jax.numpy as jnp

@@ -22,8 +22,8 @@ def rectifier(x: Any) -> Any:
 class _MaximumWithZero(Maximum):
     """Maximum of a number and zero.
 
-    The gradient passes where the output is positive, so that XLA does not keep the input for it.  In a residual network
-    this saves a quarter of the memory traffic.
+    The gradient passes where the output is positive, so XLA need not keep the input for it.  In a residual network this
+    saves a quarter of the memory traffic.
     """
 
     associative = False

@@ -14,6 +14,6 @@ def inputs(variable_list: Iterable[Any], blockers: Any = None) -> list[Any]:
 
 
 def is_same_graph(var1: Any, var2: Any, givens: Any = None, debug: bool = False) -> bool:
-    """Return True if two variables are equal computations, after the replacements ``givens``; ignore ``debug``."""
+    """Return True if two variables are equal computations, after the replacements ``givens``.  Ignore ``debug``."""
     pairs = dict(givens or {})
     return equal_computations([var1], [var2], list(pairs), list(pairs.values()))

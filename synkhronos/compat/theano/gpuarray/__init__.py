@@ -11,7 +11,7 @@ pygpu_activated = False
 
 
 def use(device: str, *args: Any, **kwargs: Any) -> None:
-    """Make JAX mode the default, if ``device`` begins with cuda, gpu or opencl; ignore all else.
+    """Make JAX mode the default, if ``device`` begins with cuda, gpu or opencl.  Ignore all else.
 
     `synkhronos.fork` assigns a GPU to each rank, so that the number of the device has no effect.
     """
