@@ -144,6 +144,40 @@ def test_resume_accepts_other_learning_rates_and_periods(fork, tmp_path, before,
     assert report.rows_seen == 120
 
 
+def test_checkpoint_has_the_names_of_its_format(fork, tmp_path):
+    """A name that is changed in the source alone would keep a training of an earlier version from resuming."""
+    fork(1)
+    rule = exchange_rules.DiLoCo(3)
+    stored = CheckpointFolder(tmp_path).load(
+        train_with_checkpoint(tmp_path, build_trainer(rule=rule, extra=["mean"], counts=["count"]))
+    )
+    state = [
+        "excluded",
+        "optimizer",
+        "others.0",
+        "own.anchor",
+        "own.batches",
+        "own.velocity",
+        "params",
+        "since",
+        "step",
+    ]
+    assert sorted(stored.arrays) == [f"0.{name}" for name in state]
+    assert sorted(stored.meta) == [
+        "alike", "asynchronous", "batch_size", "count", "epoch", "generators", "kind", "metrics", "outcomes", "parts",
+        "ranks", "row", "rule", "rule_options", "schedule", "seed", "seen", "start", "steps_taken", "stop", "streams",
+        "update_rule", "update_rule_options", "variables",
+    ]  # fmt: skip
+    assert stored.meta["rule_options"] == {"lr": 0.7, "momentum": 0.9, "nesterov": True, "period": 3}
+    assert stored.meta["variables"] == {
+        "params": [["w", [4], "float64"], ["b", [1], "float64"]],
+        "averages": [["mean", [], "float64"]],
+        "optimizer": [["w_velocity", [4], "float64"], ["b_velocity", [1], "float64"]],
+        "excluded": [],
+        "others": [["count", "0-d", "int64"]],
+    }
+
+
 def test_resume_refuses_checkpoints_of_the_user(tmp_path, two_ranks_per_test):
     trainer = build_trainer()
     path = CheckpointFolder(tmp_path).save(1, {"w": np.ones(3)}, {"epoch": 1})
