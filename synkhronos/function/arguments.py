@@ -295,6 +295,6 @@ def _resolve_mode(library: GraphLibrary, mode: Any, device: Device) -> Any:
 
 def _check_kwargs(library: GraphLibrary, kwargs: dict[str, Any]) -> None:
     try:
-        inspect.signature(library.package.function).bind([], [], updates=[], givens=[], **kwargs)
+        inspect.signature(library.package_function).bind([], [], updates=[], givens=[], **kwargs)
     except TypeError as error:
         raise TypeError(f"{library.name}.function: {error}") from None

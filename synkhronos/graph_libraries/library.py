@@ -123,6 +123,8 @@ class GraphLibrary(ABC):
     def __init__(self, package: ModuleType):
         self.name = package.__name__
         self.package = package
+        # Kept, as a script may put synkhronos.function in its place.
+        self.package_function = package.function
 
     def __reduce__(self) -> str:
         return "LIBRARY"  # its name in the module of its class
@@ -178,7 +180,7 @@ class GraphLibrary(ABC):
 
     def function(self, inputs: Sequence[Any], outputs: Any = None, **kwargs: Any) -> Callable[..., Any]:
         """Compile a function with the library's ``function``."""
-        return self.package.function(inputs, outputs, **kwargs)
+        return self.package_function(inputs, outputs, **kwargs)
 
     def shared(self, value: Any, name: str | None = None, **kwargs: Any) -> Any:
         """Create a shared variable."""
