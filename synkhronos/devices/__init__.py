@@ -191,10 +191,8 @@ def force_jax_on_cpu() -> None:
     """Make this rank's JAX compute on the CPU even if there are GPUs.  This has no effect once JAX has started."""
     global _user_platforms
     if not JAX.has_unforkable_runtime() and get_n_gpu():
-        platforms = os.environ.get("JAX_PLATFORMS")
-        if "jax" in sys.modules:  # JAX reads the variable when it is imported
-            platforms = sys.modules["jax"].config.jax_platforms
-        _user_platforms = _user_platforms or (platforms,)
+        if (platforms := _get_jax_platforms()) != "cpu":
+            _user_platforms = (platforms,)
         _set_jax_platforms("cpu")
 
 
@@ -202,8 +200,16 @@ def undo_force_jax_on_cpu() -> None:
     """Restore the user's setting of JAX's platforms, before a fork that may use GPUs."""
     global _user_platforms
     if _user_platforms and not JAX.has_unforkable_runtime():
-        _set_jax_platforms(*_user_platforms)
+        platforms = _get_jax_platforms()
+        _set_jax_platforms(_user_platforms[0] if platforms == "cpu" else platforms)  # the user may have changed it
         _user_platforms = ()
+
+
+def _get_jax_platforms() -> str | None:
+    if "jax" in sys.modules:  # JAX reads the variable when it is imported
+        platforms: str | None = sys.modules["jax"].config.jax_platforms
+        return platforms
+    return os.environ.get("JAX_PLATFORMS")
 
 
 def _set_jax_platforms(platforms: str | None) -> None:

@@ -66,6 +66,25 @@ def test_jax_is_forced_on_the_cpu_before_and_after_its_import(first):
     assert run_code(code, JAX_PLATFORMS="cuda,cpu").split() == ["cpu", "cuda,cpu", "cuda,cpu"]
 
 
+@pytest.mark.parametrize("first", ["import jax", "pass"])
+def test_platforms_that_the_user_sets_after_a_fork_are_kept(first):
+    code = f"""
+        {first}
+        import os
+        from synkhronos import devices
+        devices.get_n_gpu = lambda: 1
+        devices.force_jax_on_cpu()
+        if {first!r} == "pass":
+            os.environ["JAX_PLATFORMS"] = "cuda"
+        else:
+            jax.config.update("jax_platforms", "cuda")
+        devices.undo_force_jax_on_cpu()
+        import jax
+        print(jax.config.jax_platforms, os.environ["JAX_PLATFORMS"])
+    """
+    assert run_code(code, JAX_PLATFORMS="").split() == ["cuda", "cuda"]
+
+
 @pytest.mark.parametrize("setting", ["pass", "jax.config.update('jax_platforms', 'cpu')"])
 def test_platforms_that_exclude_gpus_are_refused(setting):
     code = f"""
