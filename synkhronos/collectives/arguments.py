@@ -158,7 +158,7 @@ def check_op(op: object, variables: Sequence[SharedVariable]) -> str:
 
 
 def check_op_dtype(op: str, dtype: np.dtype, name: str) -> None:
-    """Raise ValueError if a reduction is not defined for the dtype of an array; ``name`` is its name in errors."""
+    """Raise ValueError if a reduction is not defined for the dtype of an array.  ``name`` is its name in errors."""
     if not REDUCE_OPS[op].can_reduce(dtype):
         *others, last = map(repr, list_collective_ops(dtype))
         raise ValueError(f"op: {op!r} of {name} is not defined for dtype {dtype}; choose {', '.join(others)} or {last}")

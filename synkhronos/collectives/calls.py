@@ -553,7 +553,7 @@ def get_lengths(shared_vars: SharedVariables) -> list[Any]:
 def get_command(
     session: Session, shared_vars: SharedVariables, command_class: type[C], arguments: tuple[Any, ...]
 ) -> C:
-    """Return the command of a collective on arrays; ``arguments`` are its fields after the variables' keys.
+    """Return the command of a collective on arrays.  ``arguments`` are its fields after the variables' keys.
 
     The variables, and the op of a reduction, are checked.  A command on a single variable is cached, since a training
     loop runs it in each step.

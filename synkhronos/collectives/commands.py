@@ -114,9 +114,8 @@ def prepare_replicas_of_variables(
 class VariableReplica:
     """One rank's replica of a variable in a collective, with the layouts of all ranks' replicas.
 
-    ``device`` owns the value on every rank.  If any rank's value is on a GPU, it is a device for GPUs, and NumPy arrays
-    that users have assigned on other ranks are moved to it.
-    ``transport_device`` is the device whose communicator transfers the value: ``device``, or `NUMPY`.
+    ``device`` owns the value on every rank, and is a device for GPUs if any rank's value is on one.  NumPy arrays that
+    users have assigned on other ranks are then moved to it.
     """
 
     __slots__ = ("_rank", "device", "layouts", "library", "shared", "transport_device", "value")
@@ -370,7 +369,7 @@ class AllReduceValues(Command):
         self.agree_on_plan(rank, digests_differ).all_reduce(rank, self.op)
 
     def agree_on_plan(self, rank: Rank, digests_differ: bool = False) -> AllReducePlan:
-        """Return the plan, which all ranks make anew if their plans differ; a collective operation.
+        """Return the plan, after all ranks have made new ones if theirs differ; a collective operation.
 
         ``digests_differ`` means that all ranks have just compared digests that differ.
         """
@@ -515,7 +514,7 @@ class AllReducePlan(NamedTuple):
 
 
 class _StartedAllReduce(PendingOperation):
-    """An all-reduce that a rank has started early, whose results it has not stored yet; ``plan`` is None without one.
+    """An all-reduce that a rank has started early, whose results it has not stored yet.  ``plan`` is None without one.
 
     Once all ranks have started the all-reduce, each of them has to store the results.  A rank that is interrupted in
     between stores them at the end of the failed command.
