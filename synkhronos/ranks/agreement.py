@@ -62,7 +62,7 @@ def read_last_common_barrier(words: Any, command_number: int) -> int | None:
 
 
 class BarrierTally:
-    """The last barrier and the failed commands that each host has reported; ``host`` is the number of this one.
+    """The last barrier and the failed commands that each host has reported.  ``host`` is the number of this one.
 
     ``barrier_numbers`` has the last barrier that each host has reported.  ``undecided`` has for each host the numbers
     of its undecided failed commands, each with the last barrier that the host had reported before.

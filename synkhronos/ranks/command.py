@@ -73,7 +73,7 @@ class Command(ABC):
 
     @abstractmethod
     def run(self, rank: Rank) -> Any:
-        """Run this rank's part and return its result; `Session.run` returns the result of the master's part."""
+        """Run this rank's part and return its result.  `Session.run` returns the result of the master's part."""
 
 
 @dataclass(frozen=True, slots=True)

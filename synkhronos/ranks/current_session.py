@@ -23,7 +23,7 @@ def start_session(
     spawn: bool = False,
     link: Link | None = None,
 ) -> Session:
-    """Start a session and run its first command; if either fails, end the session and raise the error.
+    """Start a session and run its first command.  If either fails, end the session and raise the error.
 
     With ``profile``, each worker writes a profile when it exits.  For the other parameters see `Session`.
     """
@@ -51,7 +51,7 @@ def close_session() -> None:
 
 
 def get_session() -> Session:
-    """Return the running session; RuntimeError before `fork`, after `close`, and after the death of a worker."""
+    """Return the running session.  Raise RuntimeError before `fork`, after `close`, and after the death of a worker."""
     if _current is None:
         raise RuntimeError("no ranks are running: call synkhronos.fork() first")
     if _current.close_reason is not None:

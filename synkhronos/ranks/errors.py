@@ -36,7 +36,7 @@ class ExceptionReport:
 
     @classmethod
     def from_exception(cls, rank: int, error: BaseException, max_chars: int) -> ExceptionReport:
-        """Build the report of an exception; message and traceback get about ``max_chars`` characters each."""
+        """Build the report of an exception.  Message and traceback get about ``max_chars`` characters each."""
         try:
             message = str(error)
         except Exception as str_error:
@@ -95,7 +95,7 @@ class WorkerError(RuntimeError):
 
 
 def make_worker_error(reports: Sequence[ExceptionReport], effect: str) -> WorkerError:
-    """Return the error for ranks that raised exceptions; ``effect`` is a sentence of `describe_effect`."""
+    """Return the error for ranks that raised exceptions.  ``effect`` is a sentence of `describe_effect`."""
     first = reports[0]
     head = f"{describe_rank(first.rank, first.host)} raised {first.class_name}: {first.message}"
     others = "".join(f"\n  {report.summarize()}" for report in reports[1:])
@@ -151,7 +151,7 @@ class SessionFailure(NamedTuple):
 
 
 class ReconnectError(RuntimeError):
-    """The hosts of a session can't be connected again; ``death`` names the ranks that can't start."""
+    """The hosts of a session can't be connected again.  ``death`` names the ranks that can't start."""
 
     def __init__(self, message: str, death: Death):
         super().__init__(message)

@@ -72,7 +72,7 @@ class ForkServer:
         return self._receive()
 
     def _receive(self) -> int:
-        """Return the number that the server or a worker sends; RuntimeError if the server has exited."""
+        """Return the number that the server or a worker sends.  Raise RuntimeError if the server has exited."""
         number = self._channel.recv(32)
         if not number:
             raise RuntimeError(f"the fork server of this host (process {self._pid}) has exited")

@@ -86,7 +86,7 @@ class Link:
         """
 
     def kill(self) -> None:
-        """Close the connection at once; with one host do nothing."""
+        """Close the connection at once.  With one host, do nothing."""
 
     def reconnect(self, excluded_ranks: Collection[int]) -> Link:
         """Return a link to the same hosts for new workers, after the end of this one, without the excluded ranks.

@@ -49,7 +49,7 @@ class Mailbox:
         return message
 
     def _write(self, command_number: int, command: Command, message: bytes, location: ArrayLocation | None) -> None:
-        """Write a message into the mailbox and wake the workers; ``location`` is the segment of a long command."""
+        """Write a message into the mailbox and wake the workers.  ``location`` is the segment of a long command."""
         control, words = self._control, self._control.words
         self._memory.send_segments()
         control.mailbox[: len(message)] = message

@@ -53,7 +53,7 @@ class Release(Command):
 
 
 class MemoryTable:
-    """The master's table of segments and replicated objects; used under the session's lock.
+    """The master's table of segments and replicated objects, for use under the session's lock.
 
     ``channels`` are the master's ends of the workers' socket pairs, by rank.  ``run`` runs a command on all ranks, and
     raises if another one is running.  ``last_key`` is the key of the newest segment, ``last_sent_key`` the key of the

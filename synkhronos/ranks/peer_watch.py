@@ -31,7 +31,7 @@ _F_SETSIG, _F_SETOWN_EX, _F_OWNER_TID = 10, 15, 0
 
 
 class PeerDied(BaseException):
-    """A worker has died while the master ran its own part of a command; caught within the library."""
+    """A worker has died while the master ran its own part of a command.  The library catches this."""
 
 
 class PeerWatch:

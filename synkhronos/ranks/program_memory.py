@@ -140,7 +140,7 @@ def _round_up(nbytes: int, multiple: int) -> int:
 
 
 def write_ring(ring: memoryview, position: int, content: Any) -> None:
-    """Write bytes into a ring buffer; ``position`` is the number of bytes written into it before."""
+    """Write bytes into a ring buffer.  ``position`` is the number of bytes written into it before."""
     start = position % len(ring)
     before_end = len(ring) - start
     ring[start : start + len(content)] = content[:before_end]
@@ -148,7 +148,7 @@ def write_ring(ring: memoryview, position: int, content: Any) -> None:
 
 
 def read_ring(ring: memoryview, position: int, out: memoryview) -> None:
-    """Fill memory with bytes of a ring buffer; ``position`` is the number of bytes read from it before."""
+    """Fill memory with bytes of a ring buffer.  ``position`` is the number of bytes read from it before."""
     start = position % len(ring)
     before_end = ring[start : start + len(out)]
     out[: len(before_end)] = before_end

@@ -74,7 +74,7 @@ ByteRange = tuple[int, int, int]
 
 @singledispatch
 def find_byte_range(rows: Any) -> ByteRange:
-    """Return the bytes of contiguous rows in shared memory; each class of rows registers an implementation.
+    """Return the bytes of contiguous rows in shared memory.  Each class of rows registers an implementation.
 
     Raise ValueError if the rows are not contiguous, or belong to a file.
     """
@@ -82,7 +82,7 @@ def find_byte_range(rows: Any) -> ByteRange:
 
 
 class ProgramPeers:
-    """The other ranks of a program, with which one rank synchronizes; ``wait_seconds`` is the total of its waits."""
+    """The other ranks of a program, with which one rank synchronizes.  ``wait_seconds`` is the total of its waits."""
 
     def __init__(self, rank: Rank, layout: ProgramMemoryLayout):
         self.rank = rank
@@ -115,7 +115,7 @@ class ProgramPeers:
         self.all_gather_cached(None, place)
 
     def all_gather_cached(self, value: Hashable, place: str) -> list[Any]:
-        """All-gather a small immutable value that is often the same; a barrier as in `barrier`."""
+        """All-gather a small immutable value that is often the same.  This is a barrier, as `barrier` is."""
         with _PublishedWait(self, WaitCondition.BARRIER_REACHED, self.rank.barriers.next_number, f"at {place}"):
             by_rank = self.rank.all_gather_cached((place, value))
         self.report_progress()
@@ -159,7 +159,7 @@ class ProgramPeers:
         self._wait_for_count(WaitCondition.RECEIVED, channel, self._words.sent[channel], wait_description)
 
     def receive(self, source: int, content_name: str, out: memoryview | None = None) -> memoryview:
-        """Receive a chunk from a rank and return it; ``out`` is memory of its length to receive it in."""
+        """Receive a chunk from a rank and return it.  ``out`` is memory of its length to receive it in."""
         me, received = self.rank.number, self._words.received
         channel = source * self.layout.n_ranks + me
         self._wait_for_count(WaitCondition.SENT, channel, received[channel] + 1, f"for {content_name} of rank {source}")
@@ -379,7 +379,7 @@ class Lock:
             self._peers._release(self._lock_number, self._semaphore)
 
     def pull(self, *rows: Any) -> None:
-        """Copy rows from the lock's host to this rank's host; only while this rank holds the lock.
+        """Copy rows from the lock's host to this rank's host.  Call this only while this rank holds the lock.
 
         Parameters
         ----------

@@ -120,7 +120,7 @@ class Rank:
     # -- replicated objects --------------------------------------------------------------------------------
 
     def add_object(self, key: Hashable, value: object, is_weak: bool = False) -> None:
-        """Add this rank's copy of a replicated object; ``is_weak`` if the user's references alone keep it alive."""
+        """Add this rank's copy of a replicated object.  If ``is_weak``, only the user's references keep it alive."""
         self.objects[key] = weakref.ref(value) if is_weak else lambda: value
 
     def get_object(self, key: Hashable) -> Any:

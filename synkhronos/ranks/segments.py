@@ -137,7 +137,7 @@ def _get_file_id(fd: int) -> tuple[int, int]:
 
 
 class UnmappedSegment(NamedTuple):
-    """A segment that could not be mapped when it was received; `map` tries again."""
+    """A segment that could not be mapped when it was received.  `map` tries again."""
 
     key: int
     file: io.FileIO | None

@@ -35,7 +35,7 @@ _log = logging.getLogger("synkhronos")
 
 
 class Session(CommandRunner):
-    """Starts, watches, ends and replaces the workers; as a `CommandRunner`, runs commands on the ranks.
+    """Starts, watches, ends and replaces the workers.  As a `CommandRunner`, the session runs commands on the ranks.
 
     With ``spawn``, workers are new processes in place of forks of this one.
 

@@ -122,7 +122,7 @@ def run_with_inherited_files(fds: Sequence[int], layout: Sequence[Any], argument
 
 
 def run_commands(rank: Rank, channel: socket.socket, newest_key: int) -> None:
-    """Run commands; ``newest_key`` is the key of the newest segment that this rank has."""
+    """Run commands.  ``newest_key`` is the key of the newest segment that this rank has."""
     control, words = rank.control, rank.control.words
     posted_index, command_number = ControlMemory.POSTED, 0
     cache: BoundedCache[bytes, Command] = BoundedCache(MAX_CACHED_COMMANDS)
