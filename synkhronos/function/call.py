@@ -41,7 +41,7 @@ class ScatteredInput(NamedTuple):
     first_row: int = 0
 
     def get_row_access(self, size: int, ranks: range) -> RowAccess:
-        """Return the rows of the array that consecutive ``ranks`` read; ``size`` is the number of all ranks."""
+        """Return the rows of the array that consecutive ``ranks`` read.  ``size`` is the number of all ranks."""
         first, last = (get_share_bounds(self._n_rows, size, r) for r in (ranks[0], ranks[-1]))
         rows = self.rows
         share = rows[first.start : last.stop] if isinstance(rows, range) else rows.slice_items(first.start, last.stop)
@@ -63,7 +63,7 @@ class ScatteredInput(NamedTuple):
 
 
 class _CallFields(NamedTuple):
-    """Fields of `Call`; a named tuple cannot have a second base class."""
+    """Fields of `Call`, as a base class of its own, since a named tuple cannot have a second base class."""
 
     #: Key of the computation among the ranks' objects.
     computation_key: Any

@@ -308,7 +308,7 @@ def _check_shapes(rank: Rank, position: int, op: OutputOp, layouts: dict[int, Ar
 
 
 def _gather_large_arrays(rank: Rank, value: Any, layouts: dict[int, ArrayLayout]) -> np.ndarray | None:
-    """Concatenate large arrays along axis 0 in the master; ``value`` is None on a rank without rows."""
+    """Concatenate large arrays along axis 0 in the master.  ``value`` is None on a rank without rows."""
     communicator = NUMPY.get_communicator(rank)
     all_layouts = [layouts.get(r) for r in range(rank.size)]
     own = None if value is None else find_device(value).as_bytes(value)
