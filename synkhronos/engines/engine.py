@@ -64,8 +64,8 @@ class Runner:
 class StepShards(NamedTuple):
     """Variables of a step in which each rank updates its part of the parameters.
 
-    The all-reduced variable is a matrix with a row for each rank.  It is reduce-scattered after the first function, and
-    all-gathered after the second.
+    The all-reduced variable is a matrix with a row for each rank.  The matrix is reduce-scattered after the first
+    function, and all-gathered after the second.
     """
 
     #: Shared variable with the reduction of this rank's row, which the second function reads and updates.
@@ -105,7 +105,7 @@ class GradientExchange(Protocol):
 
 
 class ReducibleOutputs(Protocol):
-    """Outputs of a call on one rank; `synkhronos.function.outputs` implements it."""
+    """Outputs of a call on one rank.  `synkhronos.function.outputs` implements it."""
 
     @property
     def values(self) -> list[Any]:
@@ -157,7 +157,7 @@ class Engine:
     def make_runner(
         self, library: GraphLibrary, function: CompiledFunction, n_inputs: int, allows_opaque_outputs: bool
     ) -> Runner:
-        """Wrap a compiled function; with ``allows_opaque_outputs``, only `fetch_outputs` reads its outputs."""
+        """Wrap a compiled function.  With ``allows_opaque_outputs``, only `fetch_outputs` reads its outputs."""
         return Runner(function)
 
     def fuse_step(
@@ -171,7 +171,7 @@ class Engine:
         return None
 
     def get_max_repeats(self, dtype: np.dtype | None = None) -> int:
-        """Return the maximal ``n_repeats`` of a launch; with a dtype, of a launch that all-reduces arrays of it."""
+        """Return the maximal ``n_repeats`` of a launch, or with a dtype, of a launch that all-reduces arrays of it."""
         return 1
 
     def fetch_outputs(self, values: Sequence[Any]) -> list[Any]:

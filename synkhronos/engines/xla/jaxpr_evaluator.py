@@ -61,7 +61,7 @@ class JaxprEvaluator:
         self._results = [*jaxpr.outvars[:position], None, *jaxpr.outvars[position + 1 :]]
 
     def compute(self, variables: Sequence[Variable]) -> list[Any]:
-        """Return the values of variables; trace the equations that were not traced before."""
+        """Return the values of variables.  Trace the equations that were not traced before."""
         from jax.extend import core
 
         untraced_equations = sorted(self._find_untraced_equations(variables))

@@ -35,7 +35,7 @@ _JAX_FLAGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prn
 
 
 class SpmdProgram:
-    """A program that all ranks run at the same time; ``current`` is the one in this process.
+    """A program that all ranks run at the same time.  ``current`` is the one in this process.
 
     If it ``is_vectorized``, it applies `jax.vmap` to loops with sums.
     """
