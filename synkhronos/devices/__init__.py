@@ -62,7 +62,7 @@ PYGPU = pygpu_device.DEVICE
 
 @cache
 def list_devices() -> tuple[Device, ...]:
-    """Return the ``DEVICE`` of every module here; `NUMPY` is last, as it owns every array that NumPy can read."""
+    """Return the ``DEVICE`` of every module here.  `NUMPY` is last, as it owns every array that NumPy can read."""
     modules = [import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)]
     devices = [module.DEVICE for module in modules if hasattr(module, "DEVICE")]
     return (*(device for device in devices if device is not NUMPY), NUMPY)

@@ -58,7 +58,7 @@ class Device(ABC):
 
     @abstractmethod
     def owns(self, value: object) -> bool:
-        """Whether a value is an array of this kind; ``NumpyDevice`` also owns values that NumPy can read."""
+        """Whether a value is an array of this kind.  ``NumpyDevice`` also owns values that NumPy can read."""
 
     @abstractmethod
     def to_numpy(self, value: Array) -> np.ndarray:
@@ -77,7 +77,7 @@ class Device(ABC):
         return self.from_numpy(np.empty(shape, dtype))
 
     def to_numpy_many(self, values: Sequence[Any], leaves_large: bool = False) -> list[Any]:
-        """Convert several arrays to NumPy at once; values of other types are returned unchanged.
+        """Convert several arrays to NumPy at once.  Values of other types are returned unchanged.
 
         With ``leaves_large``, large arrays may be returned unchanged, too, so that `as_bytes` reads them without a copy
         of the whole.
@@ -130,7 +130,7 @@ class Device(ABC):
         return [""] * n_local_ranks
 
     def initialize(self, gpu: str) -> None:  # noqa: B027 - most need no initialization
-        """Start the device's library on a GPU; called once on every rank, after the fork."""
+        """Start the device's library on a GPU.  Every rank calls this once, after the fork."""
 
     def has_unforkable_runtime(self) -> bool:
         """Whether this process has started a runtime that its forks can't use."""

@@ -202,12 +202,12 @@ class JaxDevice(CudaDevice):
 
     def from_numpy(self, array: np.ndarray) -> Array:
         """Copy a NumPy array into a new JAX array."""
-        # A copy, since JAX on the CPU may alias the argument's memory.  The wait is for the GPU, where the transfer has
-        # a stream of its own, with which NCCL's work is not ordered.
+        # A copy, since JAX on the CPU may alias the argument's memory.  On the GPU, the transfer has a stream of its
+        # own, and NCCL's work is not ordered after it, so the transfer is waited for.
         return self._import_jax().device_put(np.array(array, order="C")).block_until_ready()
 
     def to_numpy_many(self, values: Sequence[Any], leaves_large: bool = False) -> list[Any]:
-        """Convert arrays and log entries to NumPy, in one transfer; values of other types are returned unchanged."""
+        """Convert arrays and log entries to NumPy, in one transfer.  Values of other types are returned unchanged."""
         logs = {id(value.log): value.log for value in values if isinstance(value, LogEntry)}.values()
         unread = [(log, log.get_arrays_to_copy()) for log in logs]
         arrays = [value for value in values if self.owns(value)]

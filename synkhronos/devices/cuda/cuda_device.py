@@ -85,7 +85,7 @@ class CudaDevice(Device):
 
     @abstractmethod
     def open_gpu(self, gpu: str) -> None:
-        """Start the library on the only GPU that is visible; ``gpu`` is its name in messages."""
+        """Start the library on the only GPU that is visible.  ``gpu`` is its name in messages."""
 
     @property
     @abstractmethod

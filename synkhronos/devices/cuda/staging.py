@@ -364,7 +364,7 @@ class Staging:
         self._gather_rows(itemsize, source, self._pinned_rows[1], target, n_rows * width, width)
 
     def _gather_rows(self, itemsize: int, source: int, row_numbers: int, target: int, count: int, width: int) -> None:
-        """Launch the gather kernel for ``count`` items, ``width`` per row; the other arguments are addresses."""
+        """Launch the gather kernel for ``count`` items, ``width`` per row.  The other arguments are addresses."""
         kernel = self._kernels.get(itemsize)
         if kernel is None:
             kernel = self._kernels[itemsize] = self._compile_gather(_ITEM_TYPES[itemsize])

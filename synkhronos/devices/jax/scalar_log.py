@@ -56,7 +56,7 @@ class ScalarLog:
         ]
 
     def make_entries(self, n_repeats: int) -> list[list[LogEntry]]:
-        """Return ``n_repeats`` new entries for each output; called once after each launch."""
+        """Return ``n_repeats`` new entries for each output.  Call this once after each launch."""
         start = self._n_entries
         self._n_entries += n_repeats
         return [

@@ -108,7 +108,7 @@ class XlaCommunicator(NcclCommunicator):
     def _enqueue_collectives(
         self, spans: Sequence[BufferSpan], op: str, stream: int | None, collective: Collective
     ) -> None:
-        """Enqueue a collective on each span, on a stream; the parameters are those of `enqueue_on_side_stream`."""
+        """Enqueue a collective on each span, on a stream.  The parameters are those of `enqueue_on_side_stream`."""
         self._mark_started()
         nccl = self._nccl
         with self._nccl_lock:

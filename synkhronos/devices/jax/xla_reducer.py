@@ -125,7 +125,7 @@ class SharedMemoryReducer(XlaReducer):
 
 
 class GpuReducer(XlaReducer):
-    """Sums of arrays on GPUs by NCCL, in XLA's stream; the communicator is connected."""
+    """Sums of arrays on GPUs by NCCL, in XLA's stream.  The communicator is connected."""
 
     def __init__(self, rank: Rank, detector: InterruptDetector, communicator: XlaCommunicator):
         super().__init__(rank, detector)
