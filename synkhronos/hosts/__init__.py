@@ -1,9 +1,9 @@
 """Ranks on other machines.
 
 The ranks of a machine, a *host*, share memory.  Each host has one more process, its *agent*, which is no rank.  Only
-agents use MPI.  Ranks of other hosts write words into their own control memory, and an agent mirrors these words into
-that of its host.  A rank thus always waits for words in its own host's memory, and the layers above need no code for
-hosts::
+agents use MPI.  Ranks write words into the control memory of their own host, and the agents of the other hosts mirror
+these words into theirs.  A rank thus always waits for words in its own host's memory, and the layers above need no code
+for hosts::
 
     host a                                                          host b
     master, workers <-> control memory <-> agent  <== MPI ==>  agent <-> control memory <-> workers

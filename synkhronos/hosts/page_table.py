@@ -86,7 +86,7 @@ def view_pages(segment: Segment) -> np.ndarray:
 
 
 def find_pages(accesses: Iterable[RowAccess], memory: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
-    """Return the sorted numbers of the accessed pages, by segment; row indexes are read from ``memory``."""
+    """Return the sorted numbers of the accessed pages, by segment.  Row indexes are read from ``memory``."""
     pages_by_segment: dict[int, list[np.ndarray]] = {}
     for array, rows, first_row in accesses:
         itemsize = np.dtype(array.dtype).itemsize

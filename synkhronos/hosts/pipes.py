@@ -158,7 +158,7 @@ class FrameTransport:
         self._ended_neighbours: set[int] = set()
 
     def end(self) -> None:
-        """Send no more frames after those in transit, and discard those that arrive."""
+        """Send no more frames after those in transit, and discard the frames that arrive."""
         self._number_offset = self._N_TAGS // 4
         for _, _, neighbour in self._neighbours:
             self._last_frame_requests.append(self._comm.Isend([b"", self._mpi.BYTE], neighbour, 0))
