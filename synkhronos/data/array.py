@@ -268,7 +268,7 @@ class Data:
             )
 
     def _set_value(self, x: npt.ArrayLike, force_cast: bool, oversize: float, argument: str) -> None:
-        """Replace shape and content, as `set_value`; ``argument`` is the name of ``x`` in errors."""
+        """Replace shape and content, as `set_value`.  ``argument`` is the name of ``x`` in errors."""
         value = self._check_value(x, force_cast, argument)
         self._reshape_under_lock(value.shape, oversize, keep_rows=False)
         # The call lock is not held, so that a thread can write the next batch while the ranks compute.

@@ -33,7 +33,7 @@ def check_session(array: Data, session: Session, name: str) -> None:
 
 
 def is_published(array: Data) -> bool:
-    """Whether commands send the array's rows to the other hosts that read them; if not, programs use locks."""
+    """Whether commands send the array's rows to the other hosts that read them.  If not, programs use locks."""
     return array._is_published
 
 

@@ -198,7 +198,7 @@ def data_parts(load: Callable[[int, int], npt.ArrayLike], length: int, name: str
 def iterate_shuffled_batches(
     length: int, batch_size: int, ranks_by_host: Sequence[range], seed: Any = None
 ) -> Iterator[np.ndarray]:
-    """Yield batches of ``batch_size`` shuffled rows, as `PartsData.batches`; ``length`` is the number of all rows."""
+    """Yield batches of ``batch_size`` shuffled rows, as `PartsData.batches`.  ``length`` is the number of all rows."""
     rng, n_ranks = np.random.default_rng(seed), ranks_by_host[-1].stop
     shares, batch_shares = split_selection(range(length), n_ranks), split_selection(range(batch_size), n_ranks)
     orders = [rng.permutation(_join_shares(shares, host_ranks)) for host_ranks in ranks_by_host]
@@ -258,7 +258,7 @@ class _DistributedArrayLocation(ArrayLocation):
     shares: Sequence[range]
 
     def find_local_rows(self, size: int, host_ranks: range) -> range:
-        """Return the rows on the host with these ranks; ``size`` is the number of all ranks."""
+        """Return the rows on the host with these ranks.  ``size`` is the number of all ranks."""
         # A single host has all rows, also after one of its ranks was left out.
         return range(self.shape[0]) if len(host_ranks) == size else _join_shares(self.shares, host_ranks)
 
