@@ -250,7 +250,7 @@ class CheckpointFolder:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder, the oldest first; none if there is no such folder."""
+    """Return the checkpoints in a folder, the oldest first, or an empty list if there is no such folder."""
     return sorted((path for path in folder.glob("rows-*") if _NAME_PATTERN.fullmatch(path.name)), key=_make_sort_key)
 
 

@@ -114,7 +114,7 @@ def _to_json_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _describe_variable(shared: SharedVariable, role: str) -> list[Any]:
-    """Return a variable's name, shape and dtype; for ``others`` the number of axes instead, as shapes may change."""
+    """Return a variable's name, shape and dtype.  For ``others``, shapes may change: return the number of axes."""
     shape = list(get_shape(shared))
     return [shared.name or "", f"{len(shape)}-d" if role == "others" else shape, str(shared.type.dtype)]
 

@@ -69,7 +69,7 @@ class VariablesByRole:
         return [np.array(get_array_device(value).to_numpy(value)) for value in map(_borrow_value, self.other_variables)]
 
     def read_values(self, exchanged_vector: np.ndarray | None = None) -> dict[str, Any]:
-        """Return copies of this process's values by role; ``exchanged_vector`` replaces the exchanged values."""
+        """Return copies of this process's values by role.  ``exchanged_vector`` replaces the exchanged values."""
         values = {
             "params": np.array(FlatVariables(self.exchanged).get() if exchanged_vector is None else exchanged_vector),
             "excluded": np.array(FlatVariables(self.excluded).get()),

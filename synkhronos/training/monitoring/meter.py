@@ -54,7 +54,7 @@ class RankTotals:
     first_launch_seconds: float = 0.0
 
     def compute_loss(self) -> float:
-        """Return the mean loss; NaN if the weights are all 0."""
+        """Return the mean loss, or NaN if the weights are all 0."""
         return self.weighted_loss_sum / self.weight_sum if self.weight_sum else math.nan
 
     def compute_rows_per_second(self, seconds: float) -> float:
@@ -130,7 +130,7 @@ class _NextLine:
         self.recorder = recorder
 
     def begin(self, seconds: dict[str, float]) -> None:
-        """Start a new line; ``seconds`` is the present time by activity."""
+        """Start a new line.  ``seconds`` is the present time by activity."""
         self.totals = RankTotals(seconds=dict(seconds))
         self.began = time.perf_counter()
 
@@ -215,7 +215,7 @@ class Meter:
             del self._losses[:n_ready], self._weights[:n_ready]
 
     def get_totals(self, learning_rate: float) -> RankTotals:
-        """Return the totals, without unread losses; ``learning_rate`` is the rate of the last step."""
+        """Return the totals, without unread losses.  ``learning_rate`` is the rate of the last step."""
         return replace(self.totals, seconds=dict(self.seconds), learning_rate=learning_rate)
 
     def write_lines(self, epoch: int, n_rows_seen: int, learning_rate: float, flush: bool = False) -> None:

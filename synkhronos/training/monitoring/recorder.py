@@ -173,7 +173,7 @@ def _to_json_values(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flatten(record: Mapping[str, Any], prefix: str = "") -> list[tuple[str, float]]:
-    """Return the names and values of a record's numbers; names in nested records are joined by ``/``."""
+    """Return the names and values of a record's numbers.  Names in nested records are joined by ``/``."""
     pairs = []
     for name, value in record.items():
         if isinstance(value, Mapping):

@@ -81,7 +81,7 @@ def _parse_metric(name: str, entry: Any) -> Metric:
 
 
 class MetricTotals:
-    """Reductions of metrics over batches; ``rows`` is the number of rows so far."""
+    """Reductions of metrics over batches.  ``rows`` is the number of rows so far."""
 
     def __init__(self, metrics: Mapping[str, Metric]):
         self._metrics = metrics
@@ -89,13 +89,13 @@ class MetricTotals:
         self.rows = 0
 
     def update(self, values: Sequence[Any], rows: int) -> None:
-        """Add the values of all metrics' `Metric.outputs` on a batch; ``rows`` is the weight of its means."""
+        """Add the values of all metrics' `Metric.outputs` on a batch.  ``rows`` is the weight of its means."""
         for total, value in zip(self._totals, values, strict=True):
             total.add(np.float64(value), rows)
         self.rows += rows
 
     def compute(self) -> dict[str, float]:
-        """Return each metric's value over all batches, by name; NaN for a mean whose weights are all 0."""
+        """Return each metric's value over all batches, by name.  A mean whose weights are all 0 is NaN."""
         values = iter(float(total.get_result()) for total in self._totals)
         results = {}
         for name, metric in self._metrics.items():

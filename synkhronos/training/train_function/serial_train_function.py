@@ -22,7 +22,7 @@ class SerialTrainFunction:
     Attributes
     ----------
     gradient, update : functions of the graph library
-        The first computes the loss and writes the gradient into `grad_shared`; the second updates the parameters.
+        The first computes the loss and writes the gradient into `grad_shared`.  The second updates the parameters.
     grad_shared : shared variable
         The gradients of all parameters in one vector, and the number of their rows.
     optimizer_state : list of shared variables

@@ -37,7 +37,7 @@ DataArgument = npt.ArrayLike | Data | Sequence[npt.ArrayLike | Data]
 
 
 class TrainingGraph:
-    """Loss, inputs and updates for training, checked; the arguments are those of `make_train_function`.
+    """Loss, inputs and updates for training, checked.  The arguments are those of `make_train_function`.
 
     Attributes
     ----------
@@ -95,7 +95,7 @@ class TrainingGraph:
         self.extra_updates = parse_extra_updates(extra_updates, self.rule_updates, self._inputs)
 
     def _build_updates(self, params: Sequence[SharedVariable]) -> tuple[RuleUpdates, list[SharedVariable] | None]:
-        """Return the rule's updates, with those for the options; and the moving averages, None without them."""
+        """Return the rule's updates, with those for the options, and the moving averages, or None without them."""
         loss_or_grads, scale, averages = self.loss, None, None
         if self.options.loss_scale is not None:
             scale, loss_or_grads = compute_gradients_with_loss_scale(self.loss, params)
@@ -127,7 +127,7 @@ class TrainingGraph:
         batch_s: Any,
         names: tuple[str, str] = ("batch", "batch_s"),
     ) -> list[Any]:
-        """Return an array or Data object per variable, none for data in shared variables; ``names`` are for errors."""
+        """Return an array or Data object per variable, none for data in shared variables.  ``names`` are for errors."""
         if self.sliceable:
             if x_data is not None or y_data is not None or batch is not None:
                 raise TypeError(f"the data are in sliceable_shareds: expected {names[1]} alone to say which rows")

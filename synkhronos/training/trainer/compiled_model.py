@@ -91,7 +91,7 @@ def _compile_local_step(graph: TrainingGraph) -> Function:
 
 
 def _compile_validation(graph: TrainingGraph, metrics: dict[str, Metric]) -> Function:
-    """Compile the metrics; with ``validate_ema``, of the moving averages instead of the parameters."""
+    """Compile the metrics of the parameters, or with ``validate_ema`` of the moving averages."""
     outputs = [output for metric in metrics.values() for output in metric.outputs]
     if graph.options.validate_ema:
         new_values = replace_params([expression for expression, _ in outputs], graph.params, graph.ema)

@@ -144,7 +144,7 @@ class RecoveryPolicy(DeathPolicy):
         return deaths
 
     def adapt_steps_per_copy(self, seconds: float) -> None:
-        """Set `steps_per_copy` such that its steps take about a second; ``seconds`` is their last duration."""
+        """Set `steps_per_copy` such that its steps take about a second.  ``seconds`` is their last duration."""
         self.steps_per_copy = adapt_interval_steps(self.steps_per_copy, seconds, _COPY_INTERVAL_SECONDS)
 
     @contextlib.contextmanager

@@ -26,7 +26,7 @@ class BatchGroup(NamedTuple):
 
 
 class TrainerBatchLoop(BatchLoop):
-    """Base class of loops over the batches of a `RowSource`; ``rate`` is the present learning rate, NaN if unknown."""
+    """Base class of loops over the batches of a `RowSource`.  ``rate`` is the present learning rate, NaN if unknown."""
 
     on_poll: Callable[[], None] | None = None  # called repeatedly while this rank waits for a loader
 
@@ -70,7 +70,7 @@ class TrainerBatchLoop(BatchLoop):
             self._bar.update(self.end - self._bar.n)
 
     def write_lines(self, flush: bool = False) -> None:
-        """Write the recorders' lines that are due; with ``flush``, also lines of fewer steps than ``every``."""
+        """Write the recorders' lines that are due.  With ``flush``, also write lines of fewer steps than ``every``."""
         plan = self.plan
         self.meter.write_lines(plan.epoch, plan.n_rows_of_earlier_epochs + self.end, self.rate, flush)
 

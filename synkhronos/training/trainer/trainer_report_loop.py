@@ -82,7 +82,7 @@ class TrainerReportLoop(ReportLoop):
 
     @property
     def position(self) -> TrainerPosition:
-        """Position of the trainer; `Trainer.restore_best` may replace it between two reports."""
+        """Position of the trainer.  `Trainer.restore_best` may replace it between two reports."""
         return self.model.state.position
 
     @property

@@ -56,7 +56,7 @@ class TrainerPosition:
 
 
 class TrainerState:
-    """State of a trainer on the ranks, and its checkpoints; ``update_rule`` is the result of `describe_update_rule`.
+    """State of a trainer on the ranks, and its checkpoints.  ``update_rule`` is the result of `describe_update_rule`.
 
     ``spec`` has the variables that each rank saves and restores: all ``variables`` without those of a sharded
     optimizer, which ``sharded_step`` has.  ``rate`` is the value of the learning rate's variable on all ranks; NaN

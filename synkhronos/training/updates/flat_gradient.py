@@ -66,7 +66,7 @@ class FlatGradient:
 
 
 class VectorPieces(list[Variable]):
-    """Consecutive pieces of a vector, each with the shape of a parameter; ``whole`` has all of them as one vector.
+    """Consecutive pieces of a vector, each with the shape of a parameter.  ``whole`` has all of them as one vector.
 
     A sum over ``whole`` is one kernel on a GPU, instead of one or two for each piece.
     """

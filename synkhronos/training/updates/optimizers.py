@@ -368,13 +368,13 @@ def _correct_learning_rate(
 
 
 def check_decay_rate(beta: Scalar, name: str) -> None:
-    """Raise ValueError unless a number is in [0, 1), as the decay of a running mean; `name` is its argument."""
+    """Raise ValueError unless a number is in [0, 1), as the decay of a running mean.  `name` is its argument."""
     if is_number(beta) and not 0 <= beta < 1:
         raise ValueError(f"{name}: expected from 0 up to but not including 1, got {beta!r}")
 
 
 def one_minus_power(beta: Scalar, t: Variable, name: str = "beta1 and beta2") -> Variable:
-    """Return ``1 - beta**t`` in the full precision of the dtype of `t`; `name` is the argument's name in errors.
+    """Return ``1 - beta**t`` in the full precision of the dtype of `t`.  `name` is the argument's name in errors.
 
     The plain expression would lose four digits of float32 to cancellation at beta = 0.999 and t = 1.
     """

@@ -56,7 +56,7 @@ class ShardLayout:
 
     @property
     def tail(self) -> Any:
-        """Elements after all parameters in this rank's row; a single unused element if the vector has no tail."""
+        """Elements after all parameters in this rank's row, or a single unused element if the vector has no tail."""
         return self.row[self._columns[-1] :]
 
     def stack_shards(self, vector: Variable) -> Any:
