@@ -173,7 +173,7 @@ def _parse_rows(rows: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _to_source(variable: Variable, value: Any) -> Any:
-    """Return a source of the variable's dtype and number of dimensions; raise TypeError or ValueError if impossible."""
+    """Return a source of the variable's dtype and number of dimensions.  Raise TypeError or ValueError otherwise."""
     if isinstance(value, SharedVariable | ComputedRows | Data):
         array_type = value.type if isinstance(value, SharedVariable) else get_rows(value)
         if (array_type.dtype, array_type.ndim) != (variable.dtype, variable.ndim):
@@ -206,7 +206,7 @@ def get_rows(source: Any) -> Any:
 
 
 def get_values(data: Any) -> Any:
-    """Return the current array of a shared variable; or an array or a `Data` as it is."""
+    """Return the current array of a shared variable, or an array or a `Data` as it is."""
     return data.get_value(borrow=True) if isinstance(data, SharedVariable) else data
 
 

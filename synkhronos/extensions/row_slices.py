@@ -118,7 +118,7 @@ def _get_slice_queue() -> SliceQueue:
 
 
 class SlicedRows(Protocol):
-    """The rows of a sum; `synkhronos.extensions.distributed_rows` implements it."""
+    """The rows of a sum.  `synkhronos.extensions.distributed_rows` implements it."""
 
     shareds: list[Any]
     slice_bounds: list[int]
@@ -127,7 +127,7 @@ class SlicedRows(Protocol):
 
 
 class SlicedSum(Protocol):
-    """A sum whose pickle is a reference, as rank processes have inherited it; `rows_sum` implements it."""
+    """A sum whose pickle is a reference, as rank processes have inherited it.  `rows_sum` implements it."""
 
     @property
     def rows(self) -> SlicedRows:

@@ -76,7 +76,7 @@ def sort_params(params: Sequence[SharedVariable], variable_order: Sequence[Varia
 
 
 def replace_variables(variable: Variable, nodes: Sequence[Apply], replacements: Mapping[Any, Any]) -> Any:
-    """Return `variable` with ``replacements`` in its graph; ``nodes`` is the graph in topological order."""
+    """Return `variable` with ``replacements`` in its graph.  ``nodes`` is the graph in topological order."""
     new_variables = dict(replacements)
     for node in nodes:
         if not new_variables.keys().isdisjoint(node.inputs):

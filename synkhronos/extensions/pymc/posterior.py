@@ -314,7 +314,7 @@ class _Block(NamedTuple):
 
 
 def _count_processes(function: Any) -> int:
-    """Return the number of processes that may compute a compiled function; 1 for this process alone."""
+    """Return the number of processes that may compute a compiled function, or 1 for this process alone."""
     from pytensor.link.jax.linker import JAXLinker
 
     session = ranks.get_session()
