@@ -355,7 +355,7 @@ class LoaderRows:
         return {**vars(self), "_ring": None}
 
     def open(self, consumer: int) -> None:
-        """Map the ring into this rank's memory; ``consumer`` is the number of the rank."""
+        """Map the ring into this rank's memory.  ``consumer`` is the number of the rank."""
         self._ring = Ring(self.layout, np.asarray(self._words), consumer, self._pids)
 
     def find_unit(self, position: int) -> int:

@@ -44,7 +44,7 @@ _OWNER_POLL_SECONDS = 0.5
 
 @dataclass
 class LoaderConfig:
-    """Configuration of a loader's processes; ``array_specs`` are shape and dtype string of each array of a row."""
+    """Configuration of a loader's processes.  ``array_specs`` are shape and dtype string of each array of a row."""
 
     source: Any
     augment: Any
@@ -75,7 +75,7 @@ def start_loader_process(
     ring_files: Sequence[io.FileIO],
     process_socket: socket.socket,
 ) -> int:
-    """Start loader process ``number``, and return its process id; ``ring_files`` are those of words and arrays."""
+    """Start loader process ``number``, and return its process id.  ``ring_files`` are those of words and arrays."""
     config_file, config_nbytes = packed_config
     fds = [config_file.fileno(), process_socket.fileno(), *(file.fileno() for file in ring_files)]
     from_main_thread = threading.current_thread() is threading.main_thread()
@@ -247,7 +247,7 @@ class _LoaderProcess:
         return True
 
     def _write_row(self, index: int, number: int, row: Any, epoch: int, seed: int) -> None:
-        """Augment a row and write it to index ``index``; ``row`` is None if it still has to be read."""
+        """Augment a row and write it to index ``index``.  ``row`` is None if it still has to be read."""
         if isinstance(row, _StreamFailure):
             raise row.error
         values = self.config.source[number] if row is None else row

@@ -47,7 +47,7 @@ SourceArgument = npt.ArrayLike | Sequence[npt.ArrayLike] | Source | Iterable[Any
 
 
 class FileArray:
-    """Array that is the concatenation of arrays in files, along the first axis; `npy`, `npz` and `hdf5` make it.
+    """Array that is the concatenation of arrays in files, along the first axis.  `npy`, `npz` and `hdf5` make it.
 
     ``open_file`` takes a path and returns an array, or another object with ``shape``, ``dtype`` and ``[row]``.
     ``name`` is the array's name in its files, for errors.
@@ -448,7 +448,7 @@ class ArraySource:
 
 
 def _as_array(array: Any, name: str) -> Any:
-    """Convert a user's array to an ndarray, or to a `FileArray` if it is in a file; ``name`` is that in errors."""
+    """Convert a user's array to an ndarray, or to a `FileArray` if it is in a file.  ``name`` is that in errors."""
     if isinstance(array, FileArray):
         return array
     base: Any = getattr(array, "base", None)
