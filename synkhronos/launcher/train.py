@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run_training(settings: Settings, command: list[str]) -> int:
-    """Run training with these settings, and return the exit status; ``command`` is written into ``run.json``."""
+    """Run training with these settings, and return the exit status.  ``command`` is written into ``run.json``."""
     with create_and_lock_run_folder(settings, command):
         return Supervisor(settings).run()
 

@@ -99,7 +99,7 @@ class ModelData:
 
 
 def _parse_loaded(loaded: Any, source: str) -> list[Any]:
-    """Return the training and the validation data; ``source`` is the name of their source in errors."""
+    """Return the training and the validation data.  ``source`` is the name of their source in errors."""
     if not isinstance(loaded, list | tuple) or len(loaded) != 2:
         raise ModelInterfaceError(f"{source}: expected training and validation arrays, got {shorten_repr(loaded)}")
     parts: list[Any] = []

@@ -82,7 +82,7 @@ class ModelState:
 
     @property
     def exchange_state(self) -> ExchangeState:
-        """State on which the exchange rule operates; `restore` replaces it."""
+        """State on which the exchange rule operates.  `restore` replaces it."""
         state: ExchangeState = self.context.get_persistent_dict(STORAGE_KEY)["state"]
         return state
 

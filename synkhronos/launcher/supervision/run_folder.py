@@ -113,7 +113,7 @@ class DeathLog:
         return deaths
 
     def add(self, death: Death, n_ranks_left: int | None = None) -> None:
-        """Append a death; ``n_ranks_left`` is its host's number of ranks, if the host can't start all of its ranks."""
+        """Append a death.  ``n_ranks_left`` is its host's number of ranks, if the host can't start all of its ranks."""
         entry: dict[str, Any] = {"rank": death.rank, "host": death.host, "cause": death.exit_description}
         entry["is_failed_start"] = death.is_failed_start
         if n_ranks_left is not None:
