@@ -1,4 +1,4 @@
-"""Exchange rules, by which ranks that train on different rows combine their parameters.
+"""Exchange rules: ways in which ranks that train on different rows combine their parameters.
 
 A rule is a subclass of `ExchangeRule`.  Each rank takes its own steps, and calls `ExchangeRule.exchange` after every
 ``period`` steps.  The argument is the rank's `ExchangeState`.  It has the parameters as one vector, and the rule's

@@ -99,10 +99,10 @@ class ExchangeRule:
             state.own["anchor"] = state.vector
 
     def exchange(self, context: RankContext, state: ExchangeState) -> Any:
-        """Exchange parameters; called on each rank after every `period` steps."""
+        """Exchange parameters.  Each rank calls this after every `period` steps."""
 
     def compute_consensus(self, context: RankContext, state: ExchangeState) -> Array:
-        """Return the parameters to validate, save and use after training, as a vector; by default the mean over ranks.
+        """Return the parameters to validate, save and use after training, as a vector: by default the mean over ranks.
 
         A collective: all ranks call this after the same exchange.
         """
