@@ -46,7 +46,7 @@ class PartialSumRewriter(GraphRewriter):
 
 
 def _find_partial_sum(fgraph: FunctionGraph, node: Node) -> Any:
-    """Return the node of the largest sum of some of the node's terms that is also computed; None if there is none."""
+    """Return the node of the largest sum of some of the node's terms that is also computed, or None."""
     terms = Counter(node.inputs)
     clients = {client for term in terms for client, _ in fgraph.clients[term] if client is not node}
     sums = [c for c in clients if is_elementwise(c, Add) and len(c.inputs) < len(node.inputs)]
