@@ -75,7 +75,7 @@ class TheanoFunction(_Function):
                 )
 
     def copy(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a copy; the arguments are those of PyTensor's method."""
+        """Return a copy.  The arguments are those of PyTensor's method."""
         return add_theano_semantics(super().copy(*args, **kwargs), _get_output_keys(self))
 
 

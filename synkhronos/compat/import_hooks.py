@@ -65,7 +65,7 @@ def install_hook(hook: ImportHook, is_last: bool = False) -> None:
 
 
 def find_theano(fullname: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
-    """Return the spec of the module ``theano`` on PyTensor, or of a module below it; set PyTensor's flags."""
+    """Return the spec of the module ``theano`` on PyTensor, or of a module below it.  Set PyTensor's flags."""
     head, *parts = fullname.split(".")
     if head != "theano":
         return None

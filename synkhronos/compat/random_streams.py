@@ -189,7 +189,7 @@ class RandomStreams:
         return self._draw(pt.random.multinomial, n, pvals, size=size, cast_to=dtype)
 
     def permutation(self, size: Any = None, n: Any = 1, ndim: Any = None, dtype: Any = "int64") -> Any:
-        """Draw a permutation of ``0 ... n - 1``; with ``size``, an array of them."""
+        """Draw a permutation of ``0 ... n - 1``, or, with ``size``, an array of them."""
         if size is None:
             return self._draw(pt.random.permutation, n, cast_to=dtype)
         return self._draw_uniform((*_to_size(size), n), lambda sort_keys: pt.argsort(sort_keys, axis=-1).astype(dtype))

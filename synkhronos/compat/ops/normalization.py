@@ -304,7 +304,7 @@ def _lower_rectified_batch_norm_train_grad(op: RectifiedBatchNormTrainGrad, *inp
 
 
 def _compute_parameter_gradients(op: _BatchNorm, x: Any, dy: Any, per_channel: Sequence[Any]) -> Sequence[Any]:
-    """Return dscale and dshift; ``per_channel`` starts with scale, mean and invstd."""
+    """Return dscale and dshift.  ``per_channel`` starts with scale, mean and invstd."""
     _, mean, invstd, *_ = per_channel
     dscale, dshift = _sum_together(op, dy * (x - mean), dy)
     return dscale * invstd, dshift
@@ -328,7 +328,7 @@ def _sum_together(op: _BatchNorm, a: Any, b: Any) -> Sequence[Any]:
 def _compute_gradients_from_sums(
     op: _BatchNorm, inputs: Sequence[Any], per_channel: Sequence[Any], sums: Sequence[Any], x: Any, dy: Any
 ) -> tuple[Any, Any, Any]:
-    """Return dx, dscale and dshift in the dtypes of the graph; ``sums`` are dscale and dshift."""
+    """Return dx, dscale and dshift in the dtypes of the graph.  ``sums`` are dscale and dshift."""
     (scale, mean, invstd, *_), (dscale, dshift) = per_channel, sums
     # The factors of a channel are multiplied first, so that two products remain for each element.
     dy_factor = scale * invstd

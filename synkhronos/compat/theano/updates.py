@@ -5,7 +5,7 @@ from typing import Any
 
 
 class OrderedUpdates(OrderedDict):
-    """Updates of shared variables, as returned by `theano.scan`; ``+`` joins two of them."""
+    """Updates of shared variables, as returned by `theano.scan`.  ``+`` joins two of them."""
 
     def __add__(self, other: Any) -> Any:
         return OrderedUpdates([*self.items(), *dict(other).items()])

@@ -14,7 +14,7 @@ from pytensor.link.c.type import EnumList, Generic, generic
 
 
 class Op(pytensor.graph.op.Op):
-    """Base class of a script's own Ops; ``infer_shape(self, node, shapes)`` works in each version of PyTensor."""
+    """Base class of a script's own Ops.  ``infer_shape(self, node, shapes)`` works in each version of PyTensor."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Wrap ``infer_shape``, which some versions of PyTensor call with a graph before the node."""

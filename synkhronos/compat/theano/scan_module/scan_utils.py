@@ -10,7 +10,7 @@ from pytensor.scan.utils import expand_empty, until
 def clone(
     output: Any, replace: Any = None, strict: bool = True, share_inputs: bool = True, copy_inputs: Any = None
 ) -> Any:
-    """Copy a graph with replaced variables; ``copy_inputs`` is the old name of ``share_inputs``."""
+    """Copy a graph with replaced variables.  ``copy_inputs`` is the old name of ``share_inputs``."""
     if copy_inputs is not None:
         share_inputs = copy_inputs
     return clone_replace(output, replace, rebuild_strict=strict, copy_inputs_over=share_inputs)

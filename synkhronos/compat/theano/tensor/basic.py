@@ -156,7 +156,7 @@ def dot(a: Any, b: Any) -> Any:
 
 
 def flatten(x: Any, ndim: int | None = None, outdim: int | None = None) -> Any:
-    """Flatten the last dimensions to have ``ndim`` in all, by default 1; ``outdim`` is the old name."""
+    """Flatten the last dimensions to have ``ndim`` in all, by default 1.  ``outdim`` is the old name."""
     return pt.flatten(x, ndim=ndim or outdim or 1)
 
 
@@ -178,7 +178,7 @@ def mean(
 
 
 def reshape(x: Any, newshape: Any, ndim: int | None = None) -> Any:
-    """Reshape an array; ``ndim`` is the length of ``newshape``, where that is unknown."""
+    """Reshape an array.  ``ndim`` is the length of ``newshape``, where that is unknown."""
     return pt.reshape(x, newshape, ndim=ndim)
 
 

@@ -11,7 +11,7 @@ from pytensor.tensor.linalg import Det, Eig, Eigh, MatrixInverse, MatrixPinv, Te
 
 
 def qr(a: Any, mode: str = "reduced") -> Any:
-    """Return the QR decomposition, by default with as few rows and columns as necessary; with 'r', only R.
+    """Return the QR decomposition, by default with as few rows and columns as necessary.  With 'r', return only R.
 
     Examples
     --------

@@ -48,7 +48,7 @@ def _make_op(
 
 
 def _make_placeholder(shape: Sequence[Any], default_lengths: Sequence[Any], dtype: str) -> Any:
-    """Return an array whose shape alone is used; lengths that are None are taken from ``default_lengths``."""
+    """Return an array whose shape alone is used.  Lengths that are None are taken from ``default_lengths``."""
     lengths = [k if s is None else s for s, k in zip(shape, default_lengths, strict=True)]
     return pt.alloc(np.zeros((), dtype), *lengths)
 

@@ -14,7 +14,7 @@ def conv2d(
     subsample: Any = (1, 1),
     **kargs: Any,
 ) -> Any:
-    """Convolve images with filters; arguments that select one of Theano's implementations are ignored."""
+    """Convolve images with filters.  Arguments that select one of Theano's implementations are ignored."""
     for name in ("imshp_logical", "kshp_logical"):
         if kargs.get(name) is not None:
             raise NotImplementedError(f"conv2d: {name} is not supported; use conv2d_grad_wrt_inputs to upsample")

@@ -75,7 +75,7 @@ def sigmoid_binary_crossentropy(output: Any, target: Any) -> Any:
 
 
 def categorical_crossentropy(coding_dist: Any, true_dist: Any) -> Any:
-    """Return the crossentropy of each row; ``true_dist`` has probabilities, or integers: classes."""
+    """Return the crossentropy of each row.  ``true_dist`` has probabilities, or integers: classes."""
     coding_dist, true_dist = pt.as_tensor_variable(coding_dist), pt.as_tensor_variable(true_dist)
     if true_dist.ndim == coding_dist.ndim:
         return -pt.sum(true_dist * pt.log(coding_dist), axis=coding_dist.ndim - 1)
