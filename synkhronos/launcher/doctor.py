@@ -91,10 +91,10 @@ def _list_required_steps(installed: set[str], n_gpus: int) -> list[str]:
 def _list_optional_steps(installed: set[str]) -> list[str]:
     """Return the steps that optional features need."""
     steps = []
-    for module, (_, use, extra) in _PACKAGES.items():
+    for module, (_, feature, extra) in _PACKAGES.items():
         # JAX comes with a NumPy that Theano can't use.
         if extra and module not in installed and not (module == "jax" and "theano" in installed):
-            steps.append(f"{use}: pip install 'synkhronos[{extra}]'")
+            steps.append(f"{feature}: pip install 'synkhronos[{extra}]'")
     if "theano" not in installed and shutil.which("g++") is None:
         steps.append("PyTensor's C mode: apt-get install g++")
     return steps
@@ -107,13 +107,13 @@ def _describe_gpus(count: int) -> list[str]:
     lines = []
     pynvml.nvmlInit()
     try:
-        near = core_binding.find_gpu_cores([f"cuda{i}" for i in range(count)])
+        near_cores = core_binding.find_gpu_cores([f"cuda{i}" for i in range(count)])
         handles = [core_binding.get_nvml_handle(i) for i in range(count)]
         for i, handle in enumerate(handles):
             name: Any = pynvml.nvmlDeviceGetName(handle)
             name = name.decode() if isinstance(name, bytes) else name
             memory = pynvml.nvmlDeviceGetMemoryInfo(handle).total / 2**30
-            cores = core_binding.format_cores(near.get(f"cuda{i}", [])) or "unknown"
+            cores = core_binding.format_cores(near_cores.get(f"cuda{i}", [])) or "unknown"
             linked = [str(j) for j, other in enumerate(handles) if j != i and _has_nvlink(pynvml, handle, other)]
             links = f", NVLink to {', '.join(linked)}" if linked else ""
             lines.append(f"  cuda{i}: {name}, {memory:.0f} GiB, next to cores {cores}{links}")

@@ -37,7 +37,7 @@ def _multiply_and_cancel(g: Any, p: Any) -> Any:
     if g.owner is not None and g.type.ndim == p.type.ndim:
         op, inputs = g.owner.op, g.owner.inputs
         if isinstance(op, Elemwise):
-            if op == pt.true_div and (inputs[1] is p or _match_masked_quotient(inputs[0], inputs[1], p)):
+            if op == pt.true_div and (inputs[1] is p or _is_masked_quotient(inputs[0], inputs[1], p)):
                 return inputs[0] + pt.zeros_like(p) if inputs[0].type.ndim != p.type.ndim else inputs[0]
             if op == pt.neg:
                 return -_multiply_and_cancel(inputs[0], p)
@@ -46,7 +46,7 @@ def _multiply_and_cancel(g: Any, p: Any) -> Any:
     return g * p
 
 
-def _match_masked_quotient(numerator: Any, denominator: Any, p: Any) -> bool:
+def _is_masked_quotient(numerator: Any, denominator: Any, p: Any) -> bool:
     """Whether the operands are ``switch(c, x, 0)`` and ``switch(c, p, y)``: p times their quotient is the numerator."""
     if any(v.owner is None or v.owner.op != pt.switch for v in (numerator, denominator)):
         return False
@@ -88,9 +88,9 @@ class ClassCrossentropy(NumpyOp):
         """Select the probability of each row's class, and compute its logarithm."""
         if len(p) != len(classes):
             raise ValueError(f"classes: expected {len(p)}, one for each row of probabilities, got {len(classes)}")
-        picked = p[np.arange(len(p)), classes]
+        selected = p[np.arange(len(p)), classes]
         with np.errstate(divide="ignore"):
-            return -picked if self.takes_log_probabilities else -np.log(picked)
+            return -selected if self.takes_log_probabilities else -np.log(selected)
 
     def connection_pattern(self, node: Any) -> list[list[bool]]:
         """Mark classes as disconnected."""
@@ -126,5 +126,5 @@ def rewrite_crossentropy_of_softmax(fgraph: Any, node: Any) -> Any:
 def _lower_class_crossentropy(op: ClassCrossentropy, p: Any, classes: Any) -> Any:
     import jax.numpy as jnp
 
-    picked = jnp.take_along_axis(p, classes[:, None], axis=1)[:, 0]
-    return -picked if op.takes_log_probabilities else -jnp.log(picked)
+    selected = jnp.take_along_axis(p, classes[:, None], axis=1)[:, 0]
+    return -selected if op.takes_log_probabilities else -jnp.log(selected)

@@ -24,7 +24,7 @@ class JaxprEvaluator:
     n_forward_results : int
         Number of results at the start, such as the loss, that belong to the forward pass.  Values that these results
         need are never delayed, as XLA may compute them again where they are used.
-    position : int
+    result_position : int
         Position of the result that is computed in parts.
     delayed_arguments : sequence of int
         Positions of arguments that `delay_until` delays, as it delays values that were computed from the arguments.
@@ -40,25 +40,23 @@ class JaxprEvaluator:
         function: Callable[..., Sequence[Any]],
         arguments: Sequence[Any],
         n_forward_results: int,
-        position: int,
+        result_position: int,
         delayed_arguments: Sequence[int] = (),
     ):
         import jax
 
         closed = jax.make_jaxpr(function)(*arguments)
         jaxpr = closed.jaxpr
-        self._jaxpr = jaxpr = jaxpr.replace(eqns=_shorten_slices(jaxpr.eqns))
+        self._jaxpr = jaxpr = jaxpr.replace(eqns=_redirect_slices_to_parts(jaxpr.eqns))
         self._values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         self._values.update(zip(jaxpr.invars, arguments, strict=True))
-        #: Index of the equation that computes a variable.
-        self._equation_by_variable = {
-            variable: i for i, equation in enumerate(jaxpr.eqns) for variable in equation.outvars
-        }
+        #: For each variable, the index of the equation that computes it.
+        self._equation_indexes = {variable: i for i, equation in enumerate(jaxpr.eqns) for variable in equation.outvars}
         self._traced_equations: set[int] = set()
         self._delayed_arguments = [jaxpr.invars[i] for i in delayed_arguments]
         self._forward_equations = self._find_untraced_equations(jaxpr.outvars[:n_forward_results])
-        self.parts = self._find_parts(jaxpr.outvars[position])
-        self._results = [*jaxpr.outvars[:position], None, *jaxpr.outvars[position + 1 :]]
+        self.parts = self._find_parts(jaxpr.outvars[result_position])
+        self._results = [*jaxpr.outvars[:result_position], None, *jaxpr.outvars[result_position + 1 :]]
 
     def compute(self, variables: Sequence[Variable]) -> list[Any]:
         """Return the values of variables.  Trace the equations that were not traced before."""
@@ -83,7 +81,7 @@ class JaxprEvaluator:
         used = {id(v) for i in untraced_equations for v in self._jaxpr.eqns[i].invars}
         flows = [
             v
-            for v, i in self._equation_by_variable.items()
+            for v, i in self._equation_indexes.items()
             if i in self._traced_equations and i not in self._forward_equations and id(v) in used and v.aval.size > 1
         ]
         flows += [v for v in self._delayed_arguments if id(v) in used]
@@ -91,7 +89,7 @@ class JaxprEvaluator:
         self._values.update(zip(flows, delayed, strict=True))
         return token
 
-    def finish(self, vector: Array) -> list[Any]:
+    def compute_results(self, vector: Array) -> list[Any]:
         """Trace the remaining equations, and return the function's results, with ``vector`` for the one in parts."""
         position = self._results.index(None)
         other_results = self.compute([v for v in self._results if v is not None])
@@ -105,7 +103,7 @@ class JaxprEvaluator:
         remaining = list(variables)
         while remaining:
             variable = remaining.pop()
-            index = None if isinstance(variable, core.Literal) else self._equation_by_variable.get(variable)
+            index = None if isinstance(variable, core.Literal) else self._equation_indexes.get(variable)
             if index is not None and index not in untraced_equations and index not in self._traced_equations:
                 untraced_equations.add(index)
                 remaining += self._jaxpr.eqns[index].invars
@@ -115,7 +113,7 @@ class JaxprEvaluator:
         """Return the arrays whose concatenation along the last axis a variable is."""
         from jax.extend import core
 
-        index = None if isinstance(variable, core.Literal) else self._equation_by_variable.get(variable)
+        index = None if isinstance(variable, core.Literal) else self._equation_indexes.get(variable)
         equation = None if index is None else self._jaxpr.eqns[index]
         if equation is None or equation.primitive.name != "concatenate":
             return [variable]
@@ -124,12 +122,12 @@ class JaxprEvaluator:
         return [part for operand in equation.invars for part in self._find_parts(operand)]
 
 
-def _shorten_slices(equations: Sequence[Any]) -> list[Any]:
+def _redirect_slices_to_parts(equations: Sequence[Any]) -> list[Any]:
     """Make each slice of a concatenation read the vector that contains the slice, so that it needs no other vector."""
     from jax.extend import core
 
     operands: dict[Any, list[Any]] = {}
-    shortened = []
+    new_equations = []
     for equation in equations:
         name, (first, *_) = equation.primitive.name, equation.invars or [None]
         if name == "concatenate" and first.aval.ndim == 1:
@@ -144,5 +142,5 @@ def _shorten_slices(equations: Sequence[Any]) -> list[Any]:
                     equation = equation.replace(invars=[part], params=params)
                     break
                 start, stop = start - part.aval.size, stop - part.aval.size
-        shortened.append(equation)
-    return shortened
+        new_equations.append(equation)
+    return new_equations

@@ -18,7 +18,7 @@ from synkhronos.lowering.jax_function import JaxFunction
 
 def trace_functions(
     functions: Sequence[JaxFunction],
-    spec: ExchangeSpec | None,
+    exchange_spec: ExchangeSpec | None,
     ffi_collectives: FfiCollectives | None,
     storages: Sequence[list[Any]],
     updated_storages: Sequence[list[Any]],
@@ -29,9 +29,9 @@ def trace_functions(
 ) -> tuple[Any, ...]:
     """Trace the functions and the exchange that follows the first one, as in `Executable`.
 
-    ``storages`` are those of all shared variables.  ``arguments`` are as `Executable._get_arguments` returns them.
-    Return the outputs that are not at ``logged_positions``, the new values of ``updated_storages``, and the arrays of
-    the log, to which the other outputs are appended.
+    ``storages`` are those of all shared variables.  ``lengths`` are arguments of each function, after its inputs and
+    shared variables.  ``arguments`` are the other results of `Executable._get_arguments`.  Return the outputs that are
+    not at ``logged_positions``, the new values of ``updated_storages``, and the log with the other outputs appended.
     """
     n_inputs = sum(function.n_inputs for function in functions)
     n_arguments = n_inputs + len(storages)
@@ -40,13 +40,14 @@ def trace_functions(
     old_values = {id(s): a for s, a in zip(storages, arguments[n_inputs:n_arguments], strict=True)}
     values = dict(old_values)
     outputs: list[Any] = []
-    traced: TracedExchange | None = None
-    if spec is not None and ffi_collectives is not None:
-        exchange_class = TracedExchange if spec.shards is None else TracedShardedExchange
-        traced = exchange_class(spec, ffi_collectives, logs[:1] if is_in_loop else ())
+    exchange: TracedExchange | None = None
+    if exchange_spec is not None and ffi_collectives is not None:
+        exchange_class = TracedExchange if exchange_spec.shards is None else TracedShardedExchange
+        iterations = logs[:1] if is_in_loop else ()  # a number that differs in each iteration
+        exchange = exchange_class(exchange_spec, ffi_collectives, iterations)
     for function in functions:
         operands = [*islice(inputs, function.n_inputs), *[values[id(s)] for s in function.storages], *lengths]
-        trace = trace_in_place if traced is None else traced.trace_function
+        trace = trace_in_place if exchange is None else exchange.trace_function
         try:
             results = trace(function, operands)
         except Exception:
@@ -57,8 +58,8 @@ def trace_functions(
             function.result_storages[function.n_outputs :], results[function.n_outputs :], strict=True
         ):
             values[id(storage)] = result
-    if traced is not None:
-        values = {key: traced.keep_old_if_invalid(key, value, old_values[key]) for key, value in values.items()}
+    if exchange is not None:
+        values = {key: exchange.keep_old_if_invalid(key, value, old_values[key]) for key, value in values.items()}
     # Logged outputs are not returned: each would be a new array at a new address.
     unlogged = [output for i, output in enumerate(outputs) if i not in logged_positions]
     new_logs = ScalarLog.trace_append(logs, [outputs[i] for i in logged_positions]) if logs else []

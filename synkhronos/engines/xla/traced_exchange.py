@@ -84,7 +84,7 @@ class TracedExchange:
         if self._is_valid is not None:
             return trace_in_place(function, operands)
         evaluator, arrays = self._reduce(function, operands)
-        return evaluator.finish(_concatenate(arrays))
+        return evaluator.compute_results(_concatenate(arrays))
 
     def keep_old_if_invalid(self, storage_id: int, new_value: Any, old_value: Any) -> Any:
         """Return a variable's new value if the collectives are valid, else the old one.
@@ -234,7 +234,7 @@ class TracedShardedExchange(TracedExchange):
             (matrix,), self._is_valid = self._ffi_collectives.trace_finish(
                 [jnp.concatenate(self._row_blocks)], shapes=[matrix.shape]
             )
-        return evaluator.finish(matrix)
+        return evaluator.compute_results(matrix)
 
     def _trace_update(self, function: JaxFunction, operands: Sequence[Any]) -> Sequence[Any]:
         """Trace the function.  Its result for the row is the old value."""
@@ -264,7 +264,7 @@ class TracedShardedExchange(TracedExchange):
             lambda shape: (n_ranks, *shape),
         )
         self._matrix = jnp.concatenate(blocks[::-1], axis=1)
-        return evaluator.finish(operands[start])
+        return evaluator.compute_results(operands[start])
 
 
 def _find_position(storages: Sequence[list[Any]], wanted: list[Any]) -> int:

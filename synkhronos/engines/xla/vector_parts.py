@@ -30,7 +30,7 @@ def trace_in_place(function: JaxFunction, operands: Sequence[Any]) -> Sequence[A
             continue
         evaluator = JaxprEvaluator(function.run, operands, function.n_outputs, i)
         if can_write_parts(old_value, [part.aval for part in evaluator.parts]):
-            return evaluator.finish(write_parts(old_value, evaluator.compute(evaluator.parts)))
+            return evaluator.compute_results(write_parts(old_value, evaluator.compute(evaluator.parts)))
     return function.run(*operands)
 
 

@@ -151,9 +151,9 @@ def train_model(
     if prepared.exchanged_quantity == "gradient":
         exchange_rule = GradientSumRule(model, exchange_rule.precision)
     is_on_first_host = context.number < len(settings.devices)
-    writer = Recorder(settings.folder) if is_on_first_host else prepared.remote_recorder
+    metrics_recorder = Recorder(settings.folder) if is_on_first_host else prepared.remote_recorder
     folder = Path(settings.folder) if is_on_first_host else None
-    recorder = ModelRecorder(context.number, writer, settings.every, get_batch_size(model), folder)
+    recorder = ModelRecorder(context.number, metrics_recorder, settings.every, get_batch_size(model), folder)
     state = ModelState(context, settings, exchange_rule, model, variables, shared_arrays, recorder)
     try:
         return ModelEpochLoop(state, arguments, stop_flag).train_all_epochs()
