@@ -11,7 +11,7 @@ V = TypeVar("V")
 
 
 class BoundedCache(dict[K, V]):
-    """A dictionary that is emptied when an item is assigned and it is full.
+    """A dictionary that forgets all items when it is full and a new key is assigned.
 
     Ranks that assign the same items in the same order have equal caches, whatever they have read from them.
 
@@ -31,7 +31,7 @@ class BoundedCache(dict[K, V]):
         self.max_items = max_items
 
     def __setitem__(self, key: K, value: V) -> None:
-        if len(self) >= self.max_items:
+        if len(self) >= self.max_items and key not in self:
             self.clear()
         super().__setitem__(key, value)
 

@@ -68,11 +68,12 @@ class _SetUpRank(Command):
     #: Number of each rank's GPU among those of its host, for the ranks of all hosts; empty if there is one host.
     gpu_numbers: tuple[int, ...] = ()
 
-    def without_rank(self, rank: int) -> _SetUpRank:
+    def without_rank(self, rank_number: int) -> _SetUpRank:
         """Return a copy of the command without the GPU and cores of one rank."""
-        gpus = self.gpus[:rank] + self.gpus[rank + 1 :]
-        gpu_numbers = self.gpu_numbers[:rank] + self.gpu_numbers[rank + 1 :]
-        return replace(self, gpus=gpus, cores=self.cores[:rank] + self.cores[rank + 1 :], gpu_numbers=gpu_numbers)
+        gpus = self.gpus[:rank_number] + self.gpus[rank_number + 1 :]
+        cores = self.cores[:rank_number] + self.cores[rank_number + 1 :]
+        gpu_numbers = self.gpu_numbers[:rank_number] + self.gpu_numbers[rank_number + 1 :]
+        return replace(self, gpus=gpus, cores=cores, gpu_numbers=gpu_numbers)
 
     def run(self, rank: Rank) -> None:
         if rank.number < len(self.cores):  # before any library starts threads

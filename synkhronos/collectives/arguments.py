@@ -85,7 +85,7 @@ def distribute_variables(
     return tuple(replicator.get_key(variable) for variable in variables)
 
 
-def is_generator_object(variable: SharedVariable) -> bool:
+def has_generator_object(variable: SharedVariable) -> bool:
     """Whether a shared variable is a random generator whose value is an object rather than an array."""
     library = get_library(variable)
     return library.is_generator(variable) and not library.is_array(variable)

@@ -20,7 +20,7 @@ from synkhronos.collectives.arguments import (
     copy_rank_selections_to_shared,
     copy_selection_to_shared,
     distribute_variables,
-    is_generator_object,
+    has_generator_object,
     match_values,
     parse_variables,
     select_all_rows,
@@ -115,10 +115,10 @@ def broadcast(shared_vars: SharedVariables, values: Any = None, nccl: bool = Tru
         if not arrays:
             return
         if shared_values is None:
-            session.run(_make_command(session, arrays, is_single, Broadcast, (nccl,)))
+            session.run(_prepare_new_command(session, arrays, is_single, Broadcast, (nccl,)))
             return
         rows = [select_all_rows(value) for value in shared_values]
-        _assign(session, arrays, shared_values, [rows] * session.size, makes_ranks_differ=False)
+        _run_scatter(session, arrays, shared_values, [rows] * session.size, makes_ranks_differ=False)
 
 
 def scatter(shared_vars: SharedVariables, values: Any, batch: BatchArgument = None) -> None:
@@ -168,10 +168,10 @@ def scatter(shared_vars: SharedVariables, values: Any, batch: BatchArgument = No
                 check_shape(variable, (len(share), *value.shape[1:]))
         buffers: list[Data] = []
         by_variable = [copy_rank_selections_to_shared(selection, session.size, buffers) for selection in selections]
-        _assign(session, variables, shared_values, zip(*by_variable, strict=True))
+        _run_scatter(session, variables, shared_values, zip(*by_variable, strict=True))
 
 
-def _assign(
+def _run_scatter(
     session: Session,
     variables: list[SharedVariable],
     values: list[Data],
@@ -254,7 +254,7 @@ def all_gather(shared_vars: SharedVariables, nccl: bool = True) -> None:
     with session.call_lock:
         session.begin_call()
         nccl = check_flag(nccl, "nccl")
-        session.run(get_command(session, shared_vars, AllGather, (nccl,)))
+        session.run(prepare_command(session, shared_vars, AllGather, (nccl,)))
 
 
 def reduce(shared_vars: SharedVariables, op: str = "avg", in_place: bool = True, nccl: bool = True) -> Any:
@@ -294,7 +294,7 @@ def reduce(shared_vars: SharedVariables, op: str = "avg", in_place: bool = True,
     with session.call_lock:
         session.begin_call()
         in_place, nccl = check_flag(in_place, "in_place"), check_flag(nccl, "nccl")
-        results = session.run(get_command(session, shared_vars, Reduce, (op, in_place, nccl)))
+        results = session.run(prepare_command(session, shared_vars, Reduce, (op, in_place, nccl)))
     return None if in_place else _unpack_single(shared_vars, results)
 
 
@@ -329,7 +329,7 @@ def all_reduce(shared_vars: SharedVariables, op: str = "avg", nccl: bool = True)
     with session.call_lock:
         session.begin_call()
         nccl = check_flag(nccl, "nccl")
-        session.run(get_command(session, shared_vars, AllReduceValues, (op, nccl)))
+        session.run(prepare_command(session, shared_vars, AllReduceValues, (op, nccl)))
 
 
 def reduce_scatter(shared_vars: SharedVariables, op: str = "avg", nccl: bool = True) -> None:
@@ -371,7 +371,7 @@ def reduce_scatter(shared_vars: SharedVariables, op: str = "avg", nccl: bool = T
     with session.call_lock:
         session.begin_call()
         nccl = check_flag(nccl, "nccl")
-        session.run(get_command(session, shared_vars, ReduceScatter, (op, nccl)))
+        session.run(prepare_command(session, shared_vars, ReduceScatter, (op, nccl)))
 
 
 def set_value(rank: int, shared_vars: SharedVariables, values: Any, batch: BatchArgument = None) -> None:
@@ -410,7 +410,7 @@ def set_value(rank: int, shared_vars: SharedVariables, values: Any, batch: Batch
         states: list[tuple[SharedVariable, Any]] = []
         arrays: list[tuple[SharedVariable, Any]] = []
         for variable, value in zip(variables, match_values(values, variables, is_single), strict=True):
-            is_state = is_generator_object(variable)
+            is_state = has_generator_object(variable)
             if is_state:
                 check_generator_state(session, variable, value, must_jump=False)
             if batch is not None and (is_state or variable.type.ndim == 0):
@@ -429,7 +429,9 @@ def set_value(rank: int, shared_vars: SharedVariables, values: Any, batch: Batch
             session.run(SetGenerators(keys, [value for _, value in states], only_rank=rank))
         if variables:
             no_rows = [None] * len(variables)
-            _assign(session, variables, shared_values, [rows if r == rank else no_rows for r in range(session.size)])
+            _run_scatter(
+                session, variables, shared_values, [rows if r == rank else no_rows for r in range(session.size)]
+            )
 
 
 def get_value(rank: int, shared_vars: SharedVariables) -> Any:
@@ -474,11 +476,11 @@ def _get_values(
     if command is not None:
         return session.run(command)[0]
     variables, is_single = parse_variables(session, shared_vars, allow_generators=True)
-    arrays = [v for v in variables if not is_generator_object(v)]
-    generators = [v for v in variables if is_generator_object(v)]
+    arrays = [v for v in variables if not has_generator_object(v)]
+    generators = [v for v in variables if has_generator_object(v)]
     values: list[Any] = []
     if arrays:
-        values = session.run(_make_command(session, arrays, is_single, command_class, arguments))
+        values = session.run(_prepare_new_command(session, arrays, is_single, command_class, arguments))
     if generators:
         by_rank = session.run(GetGenerators(distribute_variables(session, generators)))
         values += map(select, zip(*by_rank, strict=True))
@@ -512,7 +514,7 @@ def get_shapes(shared_vars: SharedVariables) -> list[Any]:
     session = ranks.get_session()
     with session.call_lock:
         session.begin_call()
-        layouts = session.run(get_command(session, shared_vars, GetLayouts, ()))
+        layouts = session.run(prepare_command(session, shared_vars, GetLayouts, ()))
     return _unpack_single(shared_vars, [[shape for shape, _ in by_rank] for by_rank in layouts])
 
 
@@ -550,20 +552,20 @@ def get_lengths(shared_vars: SharedVariables) -> list[Any]:
 # -- commands ----------------------------------------------------------------------------------------------------
 
 
-def get_command(
+def prepare_command(
     session: Session, shared_vars: SharedVariables, command_class: type[C], arguments: tuple[Any, ...]
 ) -> C:
     """Return the command of a collective on arrays.  ``arguments`` are its fields after the variables' keys.
 
-    The variables, and the op of a reduction, are checked.  A command on a single variable is cached, since a training
-    loop runs it in each step.
+    ``arguments`` are the command's fields after the variables' keys.  The variables, and the op of a reduction, are
+    checked.  A command on a single variable is cached, since a training loop runs it in each step.
     """
     command = _get_cached_command(session, shared_vars, command_class, arguments)
     if command is None:
         variables, is_single = parse_variables(session, shared_vars)
         if command_class in _REDUCTIONS:
             check_op(arguments[0], variables)
-        command = _make_command(session, variables, is_single, command_class, arguments)
+        command = _prepare_new_command(session, variables, is_single, command_class, arguments)
     return command
 
 
@@ -580,14 +582,14 @@ def _get_cached_command(
     return cached
 
 
-def _make_command(
+def _prepare_new_command(
     session: Session,
     variables: list[SharedVariable],
     is_single: bool,
     command_class: Callable[..., C],
     arguments: tuple[Any, ...],
 ) -> C:
-    """Return the command of a collective, after all checks, and cache it if a single variable was given."""
+    """Return a new command after sending its variables; it is cached if a single variable was given."""
     keys = distribute_variables(session, variables, makes_ranks_differ=command_class is ReduceScatter)
     command = command_class(keys, *arguments)
     if is_single:

@@ -94,7 +94,7 @@ def prepare_replicas_of_variables(
     own_layouts = tuple([(r.value.shape, r.value.dtype, get_array_device(r.value).name) for r in replicas])
     device = get_rank_device(rank)
     communicator = device.get_communicator(rank)
-    all_gather = rank.all_gather if digests_differ else rank.all_gather_cached
+    all_gather = rank.all_gather if digests_differ else rank.all_gather_unless_equal
     by_rank, generations = zip(*all_gather((own_layouts, communicator.generation)), strict=True)
     cache = rank.registry.get_or_create(_TransferCache)
     key = by_rank, uses_device_communicator, op
@@ -105,7 +105,7 @@ def prepare_replicas_of_variables(
         cached = cache[key] = transfers, needs_connection
     transfers, needs_connection = cached
     for replica, transfer in zip(replicas, transfers, strict=True):
-        replica.use_transfer(transfer)
+        replica.prepare_for_transfer(transfer)
     if needs_connection:
         communicator.connect(generations)
     return replicas
@@ -128,7 +128,7 @@ class VariableReplica:
         self._rank, self.shared, self.library = rank, shared, get_library(shared)
         self.value = self.library.borrow_value(shared)
 
-    def use_transfer(self, transfer: _Transfer) -> None:
+    def prepare_for_transfer(self, transfer: _Transfer) -> None:
         """Set `layouts`, `device` and `transport_device`, and move the value to this device."""
         self.layouts, self.device, self.transport_device = transfer
         if not self.device.owns(self.value):
@@ -225,9 +225,9 @@ class Scatter(Command):
     values: tuple[ArrayLocation, ...]
     rows: tuple[tuple[range | ArrayLocation | None, ...], ...]
 
-    def find_row_accesses(self, size: int, ranks: range) -> Iterator[RowAccess]:
-        """Yield the rows of the values that ``ranks`` read."""
-        for r in ranks:
+    def find_row_accesses(self, size: int, host_ranks: range) -> Iterator[RowAccess]:
+        """Yield the rows of the values that ``host_ranks`` read."""
+        for r in host_ranks:
             for value, rows in zip(self.values, self.rows[r], strict=True):
                 if rows is not None:
                     yield RowAccess(value, rows if value.shape else None)
@@ -362,8 +362,8 @@ class AllReduceValues(Command):
         if rank.size == 1:
             return
         plan, digests_differ = rank.registry.get_or_create(_AllReducePlans).get(self), False
-        if plan is not None and plan.starts_early and plan.is_valid(rank):
-            if plan.start_all_reduce(rank, self.op):
+        if plan is not None and plan.allows_early_start and plan.is_valid(rank):
+            if plan.all_reduce_early(rank, self.op):
                 return
             digests_differ = True
         self.agree_on_plan(rank, digests_differ).all_reduce(rank, self.op)
@@ -404,7 +404,7 @@ class AllReducePlan(NamedTuple):
     Each rank with a valid plan passes the digest to `Rank.compare_digests`.  ``device_communicator`` is the
     communicator of the rank's device, even if the variables are transferred through host memory.
 
-    With ``starts_early``, ranks start a small all-reduce before they compare digests.  The results are written into
+    With ``allows_early_start``, ranks start the all-reduce before they compare digests.  The results are written into
     ``targets`` (an array or None for each variable), so the variables are unchanged if some rank does not start.
     """
 
@@ -412,7 +412,7 @@ class AllReducePlan(NamedTuple):
     device_communicator: Communicator
     generation: int
     digest: bytes
-    starts_early: bool
+    allows_early_start: bool
     targets: list[Any]
 
     @classmethod
@@ -428,12 +428,12 @@ class AllReducePlan(NamedTuple):
         ]
         layouts = tuple([(*variable.layout, variable.device.name) for variable in variables])
         nbytes = sum(math.prod(shape) * dtype.itemsize for (_, _, (shape, dtype), *_) in variables)
-        starts_early = 0 < nbytes <= device_communicator.max_early_nbytes and all(
+        allows_early_start = 0 < nbytes <= device_communicator.max_early_nbytes and all(
             variable.communicator is device_communicator for variable in variables
         )
         # This digest differs from the one in `prepare_replicas`, which a rank without a valid plan compares.
         digest = rank.compute_digest(("plan", layouts, generation))
-        return cls(variables, device_communicator, generation, digest, starts_early, [None] * len(variables))
+        return cls(variables, device_communicator, generation, digest, allows_early_start, [None] * len(variables))
 
     def is_valid(self, rank: Rank) -> bool:
         """Whether the layouts of this rank's variables, and its connection, have not changed."""
@@ -465,10 +465,10 @@ class AllReducePlan(NamedTuple):
                 if new is not library.borrow_value(shared):
                     library.store_value(shared, new)
 
-    def start_all_reduce(self, rank: Rank, op: str) -> bool:
+    def all_reduce_early(self, rank: Rank, op: str) -> bool:
         """Reduce as `all_reduce`, but start before the ranks have compared their digests.
 
-        Return False if the digests differ.  The variables are not changed then, and the connection is aborted.
+        Return False if the digests differ: then the variables are not changed, and the connection is aborted.
         """
         started = rank.registry.get_or_create(_StartedAllReduce, lambda: _StartedAllReduce(rank))
         started.begin(self)
@@ -492,7 +492,7 @@ class AllReducePlan(NamedTuple):
             communicator.all_reduce_into(value, op, targets[i])
             targets[i] = self.variables[i].device.rewrap(targets[i], is_complete=True)  # while the GPU is busy
         del values, value  # their references would be some that are not the containers'
-        have_all_started = communicator.compare_started(self.digest)
+        have_all_started = communicator.compare_digests_after_start(self.digest)
         if have_all_started and communicator.wait_briefly():
             started.results, old_arrays = list(targets), []
             for (key, library, _, device, _, _), new in zip(self.variables, targets, strict=True):

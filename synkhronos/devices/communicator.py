@@ -26,7 +26,7 @@ class Communicator(ABC):
     def max_early_nbytes(self) -> int:
         """Maximal number of bytes of an all-reduce that a rank may start before it knows whether all ranks do.
 
-        It is 0 if the communicator lacks `all_reduce_into` and `compare_started`.
+        It is 0 if the communicator lacks `all_reduce_into` and `compare_digests_after_start`.
         """
         return 0
 
@@ -51,10 +51,10 @@ class Communicator(ABC):
         """Write the reduction over all ranks into ``out``.  Like `all_reduce`, this does not wait."""
         raise NotImplementedError
 
-    def compare_started(self, digest: bytes) -> bool:
-        """Compare the ranks' digests as `Rank.compare_digests`, once this rank has started its collectives.
+    def compare_digests_after_start(self, digest: bytes) -> bool:
+        """Compare the ranks' digests, as `Rank.compare_digests`, after this rank has started its collectives.
 
-        Return whether all ranks have started them; otherwise, `abort` them.
+        Return True if all ranks have equal digests, so have started the same; otherwise, `abort` the collectives.
         """
         raise NotImplementedError
 

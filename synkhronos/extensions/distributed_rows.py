@@ -29,8 +29,8 @@ from synkhronos.ranks import Command, Rank, Session
 __all__ = ["ComputedRows", "DistributedRows", "get_rows", "get_values"]
 
 #: Maximal number of elements of an array that an evaluation compares with the scattered ones.  Of a larger array it
-#: compares a sample: rows and elements at equal distances.  Reading more would delay each evaluation, as nearly each
-#: element is in another cache line.
+#: compares a sample: rows and elements at equal distances.  Reading more would delay each evaluation, as nearly
+#: every element is in another cache line.
 _MAX_COMPARED_SIZE = 1 << 15
 #: Approximate number of elements of such a sample.
 _SAMPLE_SIZE = 1 << 12
@@ -81,9 +81,9 @@ class DistributedRows:
         self.inherited_rows: list[Any] = []
         self.ranks_have_all_rows = False
         self._inherited_arrays: list[Any] = []
-        #: Arrays of the sources, their samples, and the session, when the rows were scattered.
+        #: Arrays of the sources, their fingerprints, and the session, when the rows were scattered.
         self._scattered_arrays: list[Any] = []
-        self._scattered_samples: list[Any] = []
+        self._scattered_fingerprints: list[Any] = []
         self._session: weakref.ref[Session] | None = None
 
     @property
@@ -98,8 +98,8 @@ class DistributedRows:
         """
         arrays = self._list_arrays()
         # The process of a chain only samples, so its copies of the arrays do not change.
-        samples = [] if self.inherited_rows else [_take_sample(values) for values in arrays]
-        is_unchanged = self.session is session and samples == self._scattered_samples
+        fingerprints = [] if self.inherited_rows else [_compute_fingerprint(values) for values in arrays]
+        is_unchanged = self.session is session and fingerprints == self._scattered_fingerprints
         if is_unchanged and all(map(operator.is_, arrays, self._scattered_arrays)):
             return False
         has_inherited = len(self.inherited_rows) > 0 and all(map(operator.is_, arrays, self._inherited_arrays))
@@ -119,7 +119,7 @@ class DistributedRows:
                 nbytes = sum(np.dtype(values.dtype).itemsize * math.prod(values.shape) for values in rows)
                 compute_bounds = compute_queued_slice_bounds if self.ranks_have_all_rows else compute_rank_slice_bounds
                 self.slice_bounds = compute_bounds(n_rows, nbytes, session.rank.size)
-        self._scattered_arrays, self._scattered_samples, self.n_rows = arrays, samples, n_rows
+        self._scattered_arrays, self._scattered_fingerprints, self.n_rows = arrays, fingerprints, n_rows
         self._session = weakref.ref(session)
         return True
 
@@ -210,7 +210,7 @@ def get_values(data: Any) -> Any:
     return data.get_value(borrow=True) if isinstance(data, SharedVariable) else data
 
 
-def _take_sample(values: Any) -> Any:
+def _compute_fingerprint(values: Any) -> Any:
     """Return shape and sampled bytes of an array, by which changes in place are found, or None for read-only data."""
     if isinstance(values, ReadOnlyData):
         return None
@@ -219,7 +219,7 @@ def _take_sample(values: Any) -> Any:
         return None
     if array.size <= _MAX_COMPARED_SIZE:
         return array.shape, array.tobytes()
-    # Rows have all columns, but miss other rows; elements are in all long rows, but may miss columns.
+    # Sampled rows detect changes of whole rows; sampled elements detect changes of a column.
     step = -(-2 * array.size // _SAMPLE_SIZE)
     if array.ndim == 1:
         return array.shape, array[::step].tobytes()

@@ -40,9 +40,9 @@ class ScatteredInput(NamedTuple):
     #: Row number of the array's first row in the numbering of `rows`: above 0 only for a minibatch.
     first_row: int = 0
 
-    def get_row_access(self, size: int, ranks: range) -> RowAccess:
+    def get_row_access(self, size: int, host_ranks: range) -> RowAccess:
         """Return the rows of the array that consecutive ``ranks`` read.  ``size`` is the number of all ranks."""
-        first, last = (get_share_bounds(self._n_rows, size, r) for r in (ranks[0], ranks[-1]))
+        first, last = (get_share_bounds(self._n_rows, size, r) for r in (host_ranks[0], host_ranks[-1]))
         rows = self.rows
         share = rows[first.start : last.stop] if isinstance(rows, range) else rows.slice_items(first.start, last.stop)
         return RowAccess(self.array, share, self.first_row)
@@ -98,11 +98,11 @@ class Call(_CallFields, Command):
         """Effect of the command, for the error message of a rank that fails after it."""
         return "The function's updates were applied" if self.has_updates else None
 
-    def find_row_accesses(self, size: int, ranks: range) -> Iterator[RowAccess]:
+    def find_row_accesses(self, size: int, host_ranks: range) -> Iterator[RowAccess]:
         """Yield the accesses of some ranks: their rows of the inputs, and their selections in `batch_s`."""
         for value in self.inputs:
-            yield value.get_row_access(size, ranks) if isinstance(value, ScatteredInput) else RowAccess(value)
-        for selection in () if self.batch_s is None else self.batch_s[ranks.start : ranks.stop]:
+            yield value.get_row_access(size, host_ranks) if isinstance(value, ScatteredInput) else RowAccess(value)
+        for selection in () if self.batch_s is None else self.batch_s[host_ranks.start : host_ranks.stop]:
             if isinstance(selection, ArrayLocation):
                 yield RowAccess(selection)
 
@@ -167,11 +167,11 @@ class RankCall:
             )
         self.has_rows = self.n_rows > 0
 
-    def run(self, fused_runner: Runner | None = None, records_applied: bool = True) -> Any:
+    def run(self, fused_runner: Runner | None = None, records_effect: bool = True) -> Any:
         """Compute this rank's rows, and pass the outputs to the engine.
 
         A `fused_runner` takes the place of the function's own; it launches a program that contains the function.
-        ``records_applied`` is False if the function's updates are not the command's effect.
+        ``records_effect`` is False if the function's updates are not the command's effect.
         Return the result of `Engine.reduce_or_store_outputs`, or the reduced outputs if `Call.must_reduce_outputs`.
         """
         rank, call, n_rank_means = self._rank, self.call, self.compiled.n_rank_means
@@ -184,8 +184,8 @@ class RankCall:
                 self._compute_first_time()
             else:
                 self.compute()
-            if records_applied:
-                rank.record_applied()
+            if records_effect:
+                rank.record_effect()
         elif n_rank_means:
             RankMeanContext(rank.all_gather_bytes, n_rank_means).contribute_no_rows()
         elif call.needs_compile and self._writes_disk_cache():
@@ -272,7 +272,7 @@ class RankCall:
                 rows = range(min(lengths))[selected]
         except IndexError as error:
             problem = f"{error} on rank {self._rank.number}"
-        problems = [p for p in self._rank.all_gather_cached(problem) if p is not None]
+        problems = [p for p in self._rank.all_gather_unless_equal(problem) if p is not None]
         if problems or rows is None:
             self._rank.raise_common_error(IndexError(problems[0]))
         return rows

@@ -201,7 +201,7 @@ class Computation:
             types = [self.library.get_output_variable(self.outputs[i]).type for i in subset]
             ops = [self.output_ops[i] for i in subset]
             output_spec = OutputSpec.from_types(types, ops, variant.returns_updates)
-            function = self._compile(variant)
+            function = self.compile_variant(variant)
             n_inputs = len(self.inputs) + (variant.row_selector.value if variant.row_selector else 0)
             runner = self.engine.make_runner(
                 self.library, function, n_inputs, allows_opaque_outputs=not variant.returns_updates
@@ -210,7 +210,7 @@ class Computation:
             self.compiled_variants[variant] = compiled
         return compiled
 
-    def _compile(self, variant: Variant) -> Callable[..., Any]:
+    def compile_variant(self, variant: Variant) -> Callable[..., Any]:
         """Return the function that the graph library compiles for a variant."""
         library = self.library
         inputs = [spec.library_input for spec in self.inputs]

@@ -44,7 +44,7 @@ class Dispatcher:
         self._compiled_variants: set[Variant] = set()
         #: Replicator of `distributed_session`, and its number of the master's values at the last call.
         self._replicator: Replicator
-        self._n_master_values = 0
+        self._n_values_set_on_master = 0
         #: Shared variables that the function reads, and those that it updates.
         self._read_and_written: tuple[set[Any], set[Any]] | None = None
 
@@ -78,7 +78,7 @@ class Dispatcher:
         has_updates = bool(self.computation.updates)
         try:
             self.ensure_distributed(session)
-            if self._n_master_values != self._replicator.n_master_values:
+            if self._n_values_set_on_master != self._replicator.n_values_set_on_master:
                 self._warn_of_master_values()
             self.computation.engine.prepare_call(session)
         except Exception as error:
@@ -188,7 +188,7 @@ class Dispatcher:
     def finish_distribution(self, session: Session) -> None:
         """Record that the workers have the computation, and move the master's shared variables to its device."""
         self.distributed_session, self._replicator = session, Replicator.get_or_create(session)
-        self._n_master_values = 0
+        self._n_values_set_on_master = 0
         session.replacement_callbacks[self] = Dispatcher._handle_worker_replacement
         self._compiled_variants = set()
         self.computation.reset_if_engine_changed()
@@ -198,7 +198,7 @@ class Dispatcher:
 
     def _warn_of_master_values(self) -> None:
         """Warn of values that the user has set since the last call, if the function reads them."""
-        computation, self._n_master_values = self.computation, self._replicator.n_master_values
+        computation, self._n_values_set_on_master = self.computation, self._replicator.n_values_set_on_master
         if self._read_and_written is None:
             self._read_and_written = set(computation.list_read_shareds()), {shared for shared, _ in computation.updates}
         self._replicator.warn_of_master_values(computation.name, *self._read_and_written)

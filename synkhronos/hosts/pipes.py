@@ -100,7 +100,7 @@ class PipeEnd:
     def _wait_transferred(self, n_frames: int) -> None:
         transferred, pipe, target_count = self._link_memory.n_transferred, self._pipe, self._start_count + n_frames
         if transferred[pipe] < target_count:
-            self._rank.barriers.wait(lambda: transferred[pipe] >= target_count)
+            self._rank.barriers.wait_until(lambda: transferred[pipe] >= target_count)
 
     def view_previous_frame(self, n_newer: int) -> np.ndarray:
         """Return the last frame that this rank has processed, except the ``n_newer`` newest, as bytes."""
@@ -119,7 +119,7 @@ class PipeEnd:
     def wait_all_processed(self, n_newer: int = 0) -> None:
         """Wait until all ranks of the host have processed this rank's frames, except the ``n_newer`` newest."""
         processed, target_count = self._n_processed, self._start_count + self._get_frame_number() - n_newer
-        self._rank.barriers.wait(lambda: min(processed) >= target_count)
+        self._rank.barriers.wait_until(lambda: min(processed) >= target_count)
 
     def _view_frame_bytes(self, frame_number: int) -> np.ndarray:
         return np.frombuffer(self._link_memory.view_frame(self._pipe, frame_number), np.uint8)

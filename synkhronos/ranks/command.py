@@ -43,7 +43,7 @@ class Command(ABC):
     def effect(self) -> str | None:
         """Effect of the command, as a sentence for errors such as "The function's updates were applied"; or None.
 
-        A command with an effect calls `Rank.record_applied` once the effect is applied.  The error of a failed command
+        A command with an effect calls `Rank.record_effect` once the effect is applied.  The error of a failed command
         names the ranks on which it is.
         names the ranks that have.
         """
@@ -59,15 +59,15 @@ class Command(ABC):
         """Layout of the memory of the program that the command runs, or None if it runs none."""
         return None
 
-    def find_row_accesses(self, size: int, ranks: range) -> Iterator[RowAccess]:
-        """Yield the rows of shared memory that the command accesses on ``ranks``, the ranks of a host.
+    def find_row_accesses(self, size: int, host_ranks: range) -> Iterator[RowAccess]:
+        """Yield the rows of shared memory that the command accesses on ``host_ranks``, the ranks of a host.
 
         The default is all rows of all arrays in the command's fields, and the accesses of commands in its fields.
         ``size`` is the number of all ranks.
         """
-        return find_nested_row_accesses(_get_nested_values(self), size, ranks)
+        return find_nested_row_accesses(_get_nested_values(self), size, host_ranks)
 
-    def without_rank(self, rank: int) -> Command:
+    def without_rank(self, rank_number: int) -> Command:
         """Return this command without the entries of a rank that is left out; the entries of later ranks move down."""
         return self
 
@@ -88,7 +88,7 @@ class LongCommand(Command):
         return command.run(rank)
 
 
-def find_nested_row_accesses(value: object, size: int, ranks: range) -> Iterator[RowAccess]:
+def find_nested_row_accesses(value: object, size: int, host_ranks: range) -> Iterator[RowAccess]:
     """Yield the row accesses of a value in a command, and of its items and fields.
 
     For the parameters see `Command.find_row_accesses`.
@@ -96,10 +96,10 @@ def find_nested_row_accesses(value: object, size: int, ranks: range) -> Iterator
     if isinstance(value, ArrayLocation):
         yield RowAccess(value)
     elif isinstance(value, Command):
-        yield from value.find_row_accesses(size, ranks)
+        yield from value.find_row_accesses(size, host_ranks)
     else:
         for nested in _get_nested_values(value):
-            yield from find_nested_row_accesses(nested, size, ranks)
+            yield from find_nested_row_accesses(nested, size, host_ranks)
 
 
 def _get_nested_values(value: object) -> list[Any]:

@@ -34,6 +34,16 @@ class CommandBarriers:
         self.check_peers = lambda: None  # it refers to the session: a cycle, which would delay the release of memory
 
     @property
+    def command_number(self) -> int:
+        """Number of the current command."""
+        return self.last_arrived >> BARRIER_BITS
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the current command has failed on some rank."""
+        return self._control.words[ControlMemory.FAILED] == self.last_arrived >> BARRIER_BITS
+
+    @property
     def next_number(self) -> int:
         """Number of the next barrier."""
         return self.last_arrived + 1
@@ -57,11 +67,11 @@ class CommandBarriers:
             control.wake(self._master_rank, AWAITS_BARRIER)
         return is_last
 
-    def wait_at_next(self, on_poll: Callable[[], None] | None = None) -> None:
-        """Arrive at the next barrier, and wait until every rank has; for errors and ``on_poll`` see `wait`."""
+    def arrive_and_wait(self, on_poll: Callable[[], None] | None = None) -> None:
+        """Arrive at the next barrier, and wait, as `wait_until`, until every rank has."""
         if not self.arrive():
-            self.wait_for(self.last_arrived, on_poll=on_poll)
-        elif self.is_last_failed_command(self.last_arrived >> BARRIER_BITS):
+            self.wait_for_barrier(self.last_arrived, on_poll=on_poll)
+        elif self.has_failed:
             raise Cancelled
 
     def have_all_arrived(self, number: int, excluded: int | None = None) -> bool:
@@ -71,14 +81,16 @@ class CommandBarriers:
             return min(arrived) >= number
         return min([number, *arrived[:excluded], *arrived[excluded + 1 :]]) >= number
 
-    def wait_for(self, number: int, excluded: int | None = None, on_poll: Callable[[], None] | None = None) -> None:
-        """Wait until all ranks, or all but one, have arrived at a barrier; for errors and ``on_poll`` see `wait`."""
+    def wait_for_barrier(
+        self, number: int, excluded: int | None = None, on_poll: Callable[[], None] | None = None
+    ) -> None:
+        """Wait, as `wait_until`, until all ranks, or all but one, have arrived at a barrier."""
         if not self.have_all_arrived(number, excluded):
-            self.wait(lambda: self.have_all_arrived(number, excluded), on_poll)
-        elif self.is_last_failed_command(self.last_arrived >> BARRIER_BITS):
+            self.wait_until(lambda: self.have_all_arrived(number, excluded), on_poll)
+        elif self.has_failed:
             raise Cancelled
 
-    def wait(
+    def wait_until(
         self, is_ready: Callable[[], bool], on_poll: Callable[[], None] | None = None, reason: int = AWAITS_BARRIER
     ) -> None:
         """Wait until a condition on shared memory holds.  Raise `Cancelled` if a rank failed in this command.
@@ -86,11 +98,7 @@ class CommandBarriers:
         ``on_poll`` is called repeatedly while waiting, and may raise.  The rank that makes the condition true wakes the
         ranks that sleep for this reason.
         """
-        words, failed_index, command_number = (
-            self._control.words,
-            ControlMemory.FAILED,
-            self.last_arrived >> BARRIER_BITS,
-        )
+        words, failed_index, command_number = self._control.words, ControlMemory.FAILED, self.command_number
         poll = self.check_peers
         if on_poll is not None:
 
@@ -107,7 +115,7 @@ class CommandBarriers:
 
     def check_cancelled(self) -> None:
         """Raise `Cancelled` if a peer has failed, and call `check_peers`: for waits that are not for a barrier."""
-        if self.is_last_failed_command(self.last_arrived >> BARRIER_BITS):
+        if self.has_failed:
             raise Cancelled
         self.check_peers()
 
@@ -115,7 +123,7 @@ class CommandBarriers:
 
     def fail_command(self) -> None:
         """Mark the command as failed, wake all waiting ranks, and record the last barrier that every rank reached."""
-        control, words, command_number = self._control, self._control.words, self.last_arrived >> BARRIER_BITS
+        control, words, command_number = self._control, self._control.words, self.command_number
         with defer_signals():  # once FAILED is set, peers wait for the decision and to be woken
             words[ControlMemory.FAILED] = command_number
             control.fence()
@@ -152,6 +160,6 @@ class CommandBarriers:
 
         The answer is the same on all ranks.
         """
-        command_number = self.last_arrived >> BARRIER_BITS
+        command_number = self.command_number
         self.wait_until_decided(command_number)
         return (self.read_last_common(command_number) or 0) >= number

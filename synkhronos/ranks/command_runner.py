@@ -178,19 +178,19 @@ class CommandRunner(ABC):
         Raise WorkerError if a worker raised an exception or died, or raise the exception of the master's own part.
         """
         self.finish_releases()
-        return self._execute(command)
+        return self.execute(command)
 
     def finish_releases(self) -> None:
-        """Make the workers drop what the master has released.  The lock has to be held."""
+        """Release on the workers the objects that the master has released.  The lock has to be held."""
         self._finish_last_command()
         if self.memory.unsent_releases:
             self.memory.synchronize()
 
     def _execute_when_idle(self, command: Command) -> Any:
         self._finish_last_command()
-        return self._execute(command)
+        return self.execute(command)
 
-    def _execute(self, command: Command) -> Any:
+    def execute(self, command: Command) -> Any:
         """Run a command on all ranks.  Return the master's result, or raise the ranks' error.
 
         The order is the same whether the master's part succeeds, fails or is interrupted:

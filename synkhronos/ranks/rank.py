@@ -24,7 +24,7 @@ from synkhronos.ranks.thread_limit import ThreadLimit
 
 T = TypeVar("T")
 
-#: Maximal number of values whose pickles `Rank.all_gather_cached` caches.
+#: Maximal number of values whose pickles `Rank.all_gather_unless_equal` caches.
 _MAX_CACHED_PICKLES = 64
 #: Header of a slot: number of bytes of the whole message, and number of the barrier for which it was written.
 SLOT_HEADER = struct.Struct("=QQ")
@@ -186,7 +186,7 @@ class Rank:
         if self.barriers.read_last_common(self.command_number) is not None:
             self.pending_operations.cancel(self.command_number)
 
-    def record_applied(self) -> None:
+    def record_effect(self) -> None:
         """Record that this rank has applied the command's effect, for the message of an error."""
         self.control.applied[self.number] = self.command_number
 
@@ -199,7 +199,7 @@ class Rank:
 
     def barrier(self) -> None:
         """Return when every rank has arrived at this barrier.  Raise `Cancelled` if a rank failed in this command."""
-        self.barriers.wait_at_next()
+        self.barriers.arrive_and_wait()
 
     def run_on_all_or_no_rank(self, operation: Callable[[], T], is_collective: bool) -> T:
         """Run an operation on all ranks, even if a signal's handler raises an exception in the master, or on none.
@@ -213,7 +213,7 @@ class Rank:
             barrier_number, interrupt = self.barriers.next_number, None
             try:
                 # A command that has failed can't run a collective operation, so then the wait for a late peer goes on.
-                self.barriers.wait_at_next(None if is_collective else signals.stop_deferring_if_late)
+                self.barriers.arrive_and_wait(None if is_collective else signals.stop_deferring_if_late)
             except WorkerError:  # a worker has died
                 raise
             except BaseException as error:
@@ -241,7 +241,7 @@ class Rank:
         payload = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         return [pickle.loads(pickled) for pickled in self.all_gather_bytes(payload)]
 
-    def all_gather_cached(self, value: Hashable) -> list[Any]:
+    def all_gather_unless_equal(self, value: Hashable) -> list[Any]:
         """All-gather an immutable value that is often the same: if all values are equal, ranks send only a digest."""
         payload, digest = self._pickle_cached(value)
         if self.compare_digests(digest):  # nearly always
@@ -249,7 +249,7 @@ class Rank:
         return [pickle.loads(pickled) for pickled in self.all_gather_bytes(payload)]
 
     def compute_digest(self, value: Hashable) -> bytes:
-        """Return the digest of a value that `all_gather_cached` compares."""
+        """Return the digest of a value that `all_gather_unless_equal` compares."""
         return self._pickle_cached(value)[1]
 
     def _pickle_cached(self, value: Hashable) -> tuple[bytes, bytes]:
@@ -262,7 +262,7 @@ class Rank:
     def compare_digests(self, digest: bytes) -> bool:
         """Exchange digests at the next barrier, a collective operation.  Return True if all ranks pass the same one."""
         barrier_number = self._write_slot(digest)
-        self.barriers.wait_at_next()
+        self.barriers.arrive_and_wait()
         return self.has_equal_digests(barrier_number)
 
     def has_equal_digests(self, barrier_number: int) -> bool:
@@ -276,7 +276,7 @@ class Rank:
         start = longest = 0
         while not start or start < longest:
             barrier_number = self._write_slot(memoryview(payload)[start : start + MAX_PAYLOAD_NBYTES], len(payload))
-            self.barriers.wait_at_next()
+            self.barriers.arrive_and_wait()
             for r, chunks_of_rank in enumerate(chunks):
                 slot = self.control.get_slot(r, barrier_number & 1)
                 length, _ = SLOT_HEADER.unpack_from(slot)
@@ -292,7 +292,7 @@ class Rank:
         if not self.is_master:
             self.barriers.arrive()
             return None
-        self.barriers.wait_for(barrier_number, excluded=self.number)
+        self.barriers.wait_for_barrier(barrier_number, excluded=self.number)
         payloads = [payload if r == self.number else self._read_slot(r, barrier_number) for r in range(self.size)]
         self.barriers.arrive()
         return payloads
@@ -305,14 +305,14 @@ class Rank:
         """
         barriers, last_number = self.barriers, self.barriers.last_arrived
         if last_number & MAX_BARRIERS and not barriers.have_all_arrived(last_number):
-            barriers.wait_for(last_number)
+            barriers.wait_for_barrier(last_number)
         barrier_number = last_number + 1
         slot = self.control.get_slot(self.number, barrier_number & 1)
         SLOT_HEADER.pack_into(slot, 0, len(payload) if message_nbytes is None else message_nbytes, barrier_number)
         slot[SLOT_HEADER.size : SLOT_HEADER.size + len(payload)] = payload
         return barrier_number
 
-    def _read_slot(self, rank: int, barrier_number: int) -> bytes:
-        slot = self.control.get_slot(rank, barrier_number & 1)
+    def _read_slot(self, rank_number: int, barrier_number: int) -> bytes:
+        slot = self.control.get_slot(rank_number, barrier_number & 1)
         length, _ = SLOT_HEADER.unpack_from(slot)
         return bytes(slot[SLOT_HEADER.size : SLOT_HEADER.size + length])

@@ -54,7 +54,7 @@ from synkhronos.variable_types import SharedVariable, Variable
 _registered_shareds: WeakKeyDict[Any, bool] = WeakKeyDict()
 #: Maximal number of bytes of a value that is kept after the user has replaced it.
 _MAX_KEPT_NBYTES = 1 << 26
-#: Numbers for the keys of shared variables.  None is reused, since an old key may be released late.
+#: Numbers for the keys of shared variables.  No number is reused, since an old key may be released late.
 _key_numbers = itertools.count(1)
 
 
@@ -87,7 +87,7 @@ class Replicator:
         self._modules_by_value: set[str] = set()
         session.replacement_callbacks[self] = Replicator._separate_streams
         #: Number of values that the user has set on the master alone, by the variables' own ``set_value``.
-        self.n_master_values = 0
+        self.n_values_set_on_master = 0
         #: The values before, None for long ones, of variables that no collective has used since.
         self._values_before: WeakKeyDict[Any, Any] = WeakKeyDict()
         #: Variables whose values the user lets differ between ranks, and those that a warning has named.
@@ -129,7 +129,7 @@ class Replicator:
             if shared not in self._values_before:
                 is_small = old_value.size * old_value.dtype.itemsize <= _MAX_KEPT_NBYTES
                 self._values_before[shared] = old_value if is_small else None
-            self.n_master_values += 1
+            self.n_values_set_on_master += 1
             session.registry.get_or_create(CollectiveCache).clear()
 
     def record_collective(self, shareds: Iterable[SharedVariable], makes_ranks_differ: bool = False) -> None:
@@ -292,7 +292,7 @@ class ReceiveObjects(Command):
             importlib.invalidate_caches()
         if self.digests:
             outdated = () if rank.is_master else find_outdated_modules(self.digests)
-            outdated_anywhere = set().union(*rank.all_gather_cached(outdated))
+            outdated_anywhere = set().union(*rank.all_gather_unless_equal(outdated))
             if outdated_anywhere:
                 return outdated_anywhere
         if rank.is_master:

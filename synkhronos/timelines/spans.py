@@ -60,11 +60,11 @@ def register_traced_method(owner: type, method: str, category: str, name: str | 
     _traced_methods.append((owner, method, category, name))
 
 
-register_traced_method(CommandRunner, "_execute", "call", CALL_NAME)
+register_traced_method(CommandRunner, "execute", "call", CALL_NAME)
 register_traced_method(Mailbox, "post", "post", "post")
 register_traced_method(ControlMemory, "wait", WAIT_CATEGORY, _name_wait)
 register_traced_method(Command, "run", "command", _name_command)
-register_traced_method(Computation, "_compile", "compile", "compile")
+register_traced_method(Computation, "compile_variant", "compile", "compile")
 register_traced_method(Device, "stage_input", "copy", "copy rows")
 register_traced_method(Runner, "__call__", "launch", "launch")
 register_traced_method(Engine, "fetch_outputs", "copy", "fetch outputs")

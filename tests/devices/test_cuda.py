@@ -189,7 +189,7 @@ class Gpu:
     def has_peer_died(self):
         return self.is_dead
 
-    def wait_at_next(self, look=None):
+    def arrive_and_wait(self, look=None):
         if look is not None:
             look()
         self.arrived = self.next_number
@@ -394,7 +394,7 @@ def test_peer_failure_frees_a_rank_waiting_for_its_gpu(connected, is_master):
 def test_failure_after_the_last_barrier_aborts_nothing(connected):
     communicator, gpu = connected()
     barriers = []
-    gpu.wait_at_next = lambda on_poll=None: (barriers.append(1), setattr(gpu, "arrived", 3))
+    gpu.arrive_and_wait = lambda on_poll=None: (barriers.append(1), setattr(gpu, "arrived", 3))
     communicator.wait_until_started()
     assert barriers == []  # nothing has been started
     start_all_reduce(communicator, gpu, command=5)

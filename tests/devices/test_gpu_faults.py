@@ -24,7 +24,7 @@ from system import time_limit
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.collectives.calls import get_command
+from synkhronos.collectives.calls import prepare_command
 from synkhronos.collectives.commands import AllReduceValues
 from synkhronos.devices.cuda.nccl import NcclCommunicator
 from synkhronos.ranks import Command, PendingOperation
@@ -211,7 +211,7 @@ def test_exception_in_a_repeated_all_reduce_keeps_the_values(fork):
     w, values = make_filled_variable("float32")
     for _ in range(2):
         synk.all_reduce(w, "sum")
-    command = get_command(ranks.get_session(), w, AllReduceValues, ("sum", True))
+    command = prepare_command(ranks.get_session(), w, AllReduceValues, ("sum", True))
     with pytest.raises(synk.WorkerError, match="the sum is odd"):
         ranks.get_session().run(FailInRepeatedAllReduce(command))
     total = sum(values) * N_RANKS
@@ -226,7 +226,7 @@ def test_death_in_a_repeated_all_reduce_keeps_the_values(fork):
     w, values = make_filled_variable("float32")
     for _ in range(2):
         synk.all_reduce(w, "sum")
-    command = get_command(ranks.get_session(), w, AllReduceValues, ("sum", True))
+    command = prepare_command(ranks.get_session(), w, AllReduceValues, ("sum", True))
     with time_limit(FAULT_LIMIT), pytest.raises(synk.WorkerError, match="killed by SIGKILL") as caught:
         ranks.get_session().run(FailInRepeatedAllReduce(command, "SIGKILL"))
     assert "invalid" not in str(caught.value)
@@ -262,7 +262,7 @@ def test_exception_on_a_worker_after_the_start_of_a_repeated_all_reduce_keeps_th
     w, values = make_filled_variable("float32")
     for _ in range(2):
         synk.all_reduce(w, "sum")
-    command = get_command(ranks.get_session(), w, AllReduceValues, ("sum", True))
+    command = prepare_command(ranks.get_session(), w, AllReduceValues, ("sum", True))
     with pytest.raises(synk.WorkerError, match="the sum is odd"):
         ranks.get_session().run(FailAfterRepeatedAllReduce(command))
     total = sum(values) * N_RANKS**2
@@ -273,7 +273,7 @@ def test_exception_on_a_worker_after_the_start_of_a_repeated_all_reduce_keeps_th
 
 @needs_jax
 @pytest.mark.parametrize(
-    ("method", "is_stored"), [("all_reduce_into", False), ("compare_started", True), ("wait_briefly", True)]
+    ("method", "is_stored"), [("all_reduce_into", False), ("compare_digests_after_start", True), ("wait_briefly", True)]
 )
 def test_interrupt_in_a_repeated_all_reduce_changes_all_ranks_or_none(fork, monkeypatch, method, is_stored):
     fork(N_RANKS)

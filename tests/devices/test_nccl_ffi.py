@@ -16,6 +16,7 @@ from system import LIMIT, run_code
 from synkhronos.devices import choose_device
 from synkhronos.devices.cuda import launch_state, nccl
 from synkhronos.devices.jax import ffi_collectives
+from synkhronos.devices.jax.nccl_handlers import FINISH_TARGET, RECORDABLE_FINISH_TARGET, START_TARGET
 
 pytestmark = [
     pytest.mark.skipif(NAME != "pytensor", reason="Theano's environment has no JAX"),
@@ -32,17 +33,23 @@ def run_program(program):
     return run_code(code, timeout=LIMIT + 120, JAX_PLATFORMS="cpu").splitlines()
 
 
+def all_reduced(n_items, dtype, op="sum", on=None):
+    """Return the description that handler_programs.py prints of an all-reduce on a stream; XLA's own stream is None."""
+    return f"{n_items} of {nccl.NCCL_DTYPES[dtype]} by {nccl.NCCL_OPS[op]} in 1234 on {on}"
+
+
 @needs_compiler
 @pytest.mark.parametrize("calls", ["native", "graph"])
 def test_nccl_handler_failure_keeps_donated_arrays(calls):
     good, twice, failed, after, aborted, outside = run_program(f"reduce_once({calls!r})")
-    reduced = "['3 of 7 by 4 in 1234 on None', 'flag on None']"
+    average = all_reduced(3, "float32", "avg")
+    reduced = [average, "flag on None"]
     assert good == after == f"[[1.0, 3.0, 5.0], 1]; {reduced}"
     # The number of handler calls is unspecified where XLA replays a graph.
     expected = f"[[1.0, 3.0, 5.0], 1]; RuntimeError: the launch made 1 collectives, expected 2; {reduced}"
     assert twice == (expected if calls == "native" else good)
     before = "[[1.0, 1.0, 1.0], 0]; RuntimeError"
-    assert failed == f"{before}: NCCL failed within a launch (ncclResult_t 3); ['3 of 7 by 4 in 1234 on None']"
+    assert failed == f"{before}: NCCL failed within a launch (ncclResult_t 3); {[average]}"
     assert aborted == f"{before}: the connection between the ranks' GPUs was aborted; []"
     assert outside == "outside: True"
 
@@ -50,9 +57,10 @@ def test_nccl_handler_failure_keeps_donated_arrays(calls):
 @needs_compiler
 def test_chunks_are_reduced_on_the_side_stream_and_waited_for():
     good, failed, other = run_program("reduce_chunks()")
-    start = ["record 9 on None", "8 waits for 9", "3 of 7 by 0 in 1234 on 8"]
-    join = ["record 9 on 8", "None waits for 9"]
-    finish_calls = ["4 of 7 by 0 in 1234 on None", "1 of 9 by 0 in 1234 on None", "flag on None"]
+    side, event = 8, 9  # the numbers of handler_programs.py
+    start = [f"record {event} on None", f"{side} waits for {event}", all_reduced(3, "float32", on=side)]
+    join = [f"record {event} on {side}", f"None waits for {event}"]
+    finish_calls = [all_reduced(4, "float32"), all_reduced(1, "bfloat16"), "flag on None"]
     assert good == f"[[2.0, 2.0, 2.0], [[2.0, 2.0], [2.0, 2.0]], 1]; {start + join + finish_calls}"
     # After an error the launch still waits for the side stream.
     assert failed.endswith(f", 0]; RuntimeError: NCCL failed within a launch (ncclResult_t 3); {start + join}")
@@ -69,8 +77,12 @@ def test_nccl_handler_is_called_in_each_iteration():
 
 @needs_compiler
 def test_only_one_handler_may_be_recorded():
-    traits = [line.split()[1:] for line in run_program("read_traits()")]
-    assert traits == [["None", "0"], ["None", "0"], ["None", "1"]]
+    is_recordable = {}
+    for line in run_program("read_traits()"):
+        name, error, trait = line.split()
+        assert error == "None"
+        is_recordable[name] = trait
+    assert is_recordable == {START_TARGET: "0", FINISH_TARGET: "0", RECORDABLE_FINISH_TARGET: "1"}
 
 
 def test_dtype_tables_agree_with_the_handlers_and_xla():
@@ -123,7 +135,7 @@ def test_without_a_compiler_xla_calls_through_python(tmp_path, compiler, words):
     assert run_code(code, timeout=LIMIT + 60, SYNKHRONOS_NCCL_CALLS="", **environment).strip() == calls
 
 
-def test_fork_refuses_unknown_nccl_calls(monkeypatch):
+def test_choose_device_refuses_unknown_nccl_calls(monkeypatch):
     monkeypatch.setenv("SYNKHRONOS_NCCL_CALLS", "quickly")
     with pytest.raises(ValueError, match="SYNKHRONOS_NCCL_CALLS: expected one of python, native, graph, got 'quickly'"):
         choose_device(use_gpu=False, n_parallel=1)

@@ -463,9 +463,9 @@ def test_rows_sum_compares_only_arrays_that_may_change():
     view = array[:]
     view.flags.writeable = False
     assert (
-        distributed_rows._take_sample(array)
-        == distributed_rows._take_sample(view)
-        != distributed_rows._take_sample(array + 1)
+        distributed_rows._compute_fingerprint(array)
+        == distributed_rows._compute_fingerprint(view)
+        != distributed_rows._compute_fingerprint(array + 1)
     )
     array.flags.writeable = False
-    assert distributed_rows._take_sample(array) is None
+    assert distributed_rows._compute_fingerprint(array) is None

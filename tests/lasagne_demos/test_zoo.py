@@ -14,10 +14,10 @@ from zoo_cases import (
     WHOLE,
     Recorder,
     ZeroRandomState,
+    disable_dropout,
     make_network,
     make_network_for_table,
     train_and_validate,
-    without_dropout,
 )
 
 import synkhronos.compat
@@ -53,7 +53,7 @@ def no_dropout(monkeypatch):
     import lasagne
 
     monkeypatch.setattr(lasagne.layers.DropoutLayer, "get_output_for", None)
-    without_dropout()
+    disable_dropout()
 
 
 def check_training_equals_theanos(name, model):

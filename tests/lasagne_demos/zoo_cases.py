@@ -75,7 +75,7 @@ def make_network(name, random=None, **config):
     return getattr(module, name)(config)
 
 
-def without_dropout():
+def disable_dropout():
     """Disable dropout in Lasagne's layers."""
     lasagne.layers.DropoutLayer.get_output_for = lambda self, input, **kwargs: input
 

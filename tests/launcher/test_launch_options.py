@@ -10,15 +10,16 @@ from paths import SUPPORT
 
 slow = pytest.mark.slow
 #: More slices than three ranks have rows in a step.
-ALL = {"clip_norm": 0.5, "num_slices": 5, "ema": 0.9, "validate_ema": "true"}
+ALL_OPTIONS = {"clip_norm": 0.5, "num_slices": 5, "ema": 0.9, "validate_ema": "true"}
 
 
 def train(folder, name, ranks, *arguments, options=None, module="regression_models", status=0, **settings):
     """Run ``synkhronos train`` with a model of launch_models."""
     sets = [f"--set={key}={value}" for key, value in settings.items()]
     sets += [f"--set=model_options.{key}={value}" for key, value in (options or {}).items()]
-    where = [f"--set=model='launch_models/{module}.py:{name}'", "--folder", folder, "--devices=cpu", f"--ranks={ranks}"]
-    return run("train", *where, *sets, *arguments, status=status, cwd=SUPPORT)
+    sets.append(f"--set=model='launch_models/{module}.py:{name}'")
+    folder_and_ranks = ["--folder", folder, "--devices=cpu", f"--ranks={ranks}"]
+    return run("train", *folder_and_ranks, *sets, *arguments, status=status, cwd=SUPPORT)
 
 
 def make_data():
@@ -50,8 +51,8 @@ def load_params(folder, name="params.npz"):
 # 3 ranks resume as one, and split rows unevenly.
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=slow), 3])
 def test_model_options_equal_one_process_and_resume(tmp_path, ranks):
-    train(tmp_path, "RankIndependentRegression", ranks, options=ALL, epochs=1, checkpoint=1)
-    train(tmp_path, "RankIndependentRegression", ranks % 3 + 1, "--resume", options=ALL, epochs=3, checkpoint=1)
+    train(tmp_path, "RankIndependentRegression", ranks, options=ALL_OPTIONS, epochs=1, checkpoint=1)
+    train(tmp_path, "RankIndependentRegression", ranks % 3 + 1, "--resume", options=ALL_OPTIONS, epochs=3, checkpoint=1)
     w, average, mean = train_in_numpy(3)
     np.testing.assert_allclose(load_params(tmp_path), [average, mean], rtol=1e-9)
     x, y = make_data()
@@ -63,13 +64,13 @@ def test_model_options_equal_one_process_and_resume(tmp_path, ranks):
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=slow)])
 def test_sharded_optimizer_equals_one_process_and_resumes_sharded_or_not(tmp_path, ranks):
-    train(tmp_path, "ShardedRegression", ranks, options=ALL, epochs=1, checkpoint=1)
-    train(tmp_path / "whole", "RankIndependentRegression", ranks, options=ALL, epochs=1)
+    train(tmp_path, "ShardedRegression", ranks, options=ALL_OPTIONS, epochs=1, checkpoint=1)
+    train(tmp_path / "whole", "RankIndependentRegression", ranks, options=ALL_OPTIONS, epochs=1)
     np.testing.assert_array_equal(load_params(tmp_path), load_params(tmp_path / "whole"))
     for r in range(ranks):  # velocity and average of three parameters, of which a rank has two
         assert (tmp_path / f"rank-{r}.log").read_text().endswith("shapes [(2,), (2,)]\n")
-    train(tmp_path, "RankIndependentRegression", 1, "--resume", options=ALL, epochs=2, checkpoint=1)
-    train(tmp_path, "ShardedRegression", ranks % 3 + 1, "--resume", options=ALL, epochs=3, checkpoint=1)
+    train(tmp_path, "RankIndependentRegression", 1, "--resume", options=ALL_OPTIONS, epochs=2, checkpoint=1)
+    train(tmp_path, "ShardedRegression", ranks % 3 + 1, "--resume", options=ALL_OPTIONS, epochs=3, checkpoint=1)
     _, average, mean = train_in_numpy(3)
     np.testing.assert_allclose(load_params(tmp_path), [average, mean], rtol=1e-9)
 
@@ -152,7 +153,7 @@ def test_batch_normalization_over_all_ranks_needs_equal_steps_of_whole_batches(t
 
 
 #: tests/training/test_training_messages.py has all wrong values.
-WRONG = {
+WRONG_OPTIONS = {
     "a clip of 0": ({"clip_norm": 0}, "clip_norm: expected a positive number, got 0"),
     "an average of a wrong type": ({"ema": True}, "ema: expected a number between 0 and 1, got True"),
     "a flag of a wrong type": ({"validate_ema": 1}, "validate_ema: expected True or False, got 1"),
@@ -161,37 +162,37 @@ WRONG = {
 
 
 @pytest.fixture(scope="module")
-def checked():
+def outputs_by_case():
     """Check sessions and classes with wrong options in one process; give the outputs by name."""
     code = f"""
 from synkhronos.launcher.check_model import check_class
 from synkhronos.launcher.configuration.settings import SettingsError
 
-def report(name, model, asked):
+def report(name, model, requested):
     print("-- case", name)
     try:
-        print("-- status", check_class(model, asked))
+        print("-- status", check_class(model, requested))
     except SettingsError as error:
         print("refused:", error)
 
-for name, (options, _) in {WRONG!r}.items():
+for name, (options, _) in {WRONG_OPTIONS!r}.items():
     report(name, "launch_models/regression_models.py:RankIndependentRegression", {{"model_options": options}})
     report("class: " + name, "launch_models/regression_models.py:ConfiguredRegression", {{"config": {{"options": options}}}})
 report("no ema", "launch_models/regression_models.py:RankIndependentRegression", {{"model_options": {{"validate_ema": True}}}})
 report("no Model", "launch_models/mlp.py:MLP", {{"model_options": {{"clip_norm": 1}}}})
 for rule, options in (("EASGD", {{}}), ("BSP", {{"average": "params"}}), ("BSP", {{"precision": "float16"}})):
-    asked = {{"rule": rule, "rule_options": options}}
-    report(f"{{rule}} {{options}}", "launch_models/regression_models.py:LasagneStyleRegression", asked)
+    requested = {{"rule": rule, "rule_options": options}}
+    report(f"{{rule}} {{options}}", "launch_models/regression_models.py:LasagneStyleRegression", requested)
 report("right", "launch_models/regression_models.py:LasagneStyleRegression", {{"model_options": {{"num_slices": 2, "validate_ema": True}}}})
 """
     return run_cases(code)
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_check_reports_a_wrong_option_of_a_session_or_a_class(checked, name):
-    message = WRONG[name][1]
-    assert checked[name].startswith(f"refused: model_options.{message}")
-    output = checked[f"class: {name}"]
+@pytest.mark.parametrize("name", WRONG_OPTIONS)
+def test_check_reports_a_wrong_option_of_a_session_or_a_class(outputs_by_case, name):
+    message = WRONG_OPTIONS[name][1]
+    assert outputs_by_case[name].startswith(f"refused: model_options.{message}")
+    output = outputs_by_case[f"class: {name}"]
     assert message in output and output.endswith("-- status 1\n")
 
 
@@ -205,9 +206,11 @@ def test_check_reports_a_wrong_option_of_a_session_or_a_class(checked, name):
         "BSP {'precision': 'float16'}": "clip_norm: BSP has to exchange gradients in their own precision, got BSP",
     }.items(),
 )
-def test_check_reports_unavailable_options(checked, name, message):
-    assert message in checked[name] and checked[name].endswith("-- status 1\n")
+def test_check_reports_unavailable_options(outputs_by_case, name, message):
+    assert message in outputs_by_case[name] and outputs_by_case[name].endswith("-- status 1\n")
 
 
-def test_check_accepts_a_model_with_options(checked):
-    assert checked["right"].endswith("LasagneStyleRegression: no problem found, on one rank and on two\n-- status 0\n")
+def test_check_accepts_a_model_with_options(outputs_by_case):
+    assert outputs_by_case["right"].endswith(
+        "LasagneStyleRegression: no problem found, on one rank and on two\n-- status 0\n"
+    )

@@ -200,7 +200,7 @@ class SimulatedSession:
             if pc == WRITE_ID:
                 rank.barriers.arrive()
             elif pc == READ_ID:
-                rank.barriers.wait_for(rank.barriers.last_arrived)
+                rank.barriers.wait_for_barrier(rank.barriers.last_arrived)
             elif pc == ENTER:
                 self.inits[r] = 1
             elif pc == INIT:
@@ -218,7 +218,7 @@ class SimulatedSession:
                 rank.barriers.arrive()
             elif pc == WAIT:
                 if self.waits:
-                    rank.barriers.wait_for(rank.barriers.last_arrived)
+                    rank.barriers.wait_for_barrier(rank.barriers.last_arrived)
                     self.passed[r] = 1
                 self.pcs[r] = DONE - 1
             elif pc in (FAILED, ABORTED):

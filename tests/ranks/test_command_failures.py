@@ -266,7 +266,7 @@ class ApplyOrFail(Command):
     def run(self, rank):
         if rank.number == self.failing_rank:
             raise ValueError("no")
-        rank.record_applied()
+        rank.record_effect()
         rank.barrier()
 
 
@@ -343,7 +343,7 @@ class FailAtBarrier(Command):
                 raise BarrierError
 
         try:
-            rank.barriers.wait_at_next(raise_if_due if rank.is_master else None)
+            rank.barriers.arrive_and_wait(raise_if_due if rank.is_master else None)
             if rank.is_master:
                 raise_if_due()
         except Cancelled:
@@ -474,7 +474,9 @@ def test_ranks_that_fail_together_record_one_common_barrier(monkeypatch):
     barrier_number = first.barriers.next_number
     for rank in (first, second, third):
         rank.barriers.arrive()
-    third.barriers.wait(lambda: min(control.arrived) >= barrier_number)  # all ranks have arrived, and none has failed
+    third.barriers.wait_until(
+        lambda: min(control.arrived) >= barrier_number
+    )  # all ranks have arrived, and none has failed
     monkeypatch.setattr(control, "fence", meanwhile)
     first.barriers.fail_command()
     assert not failing

@@ -64,6 +64,8 @@ def test_bounded_cache_is_emptied_when_it_is_full():
         contents.append(list(cache))
     assert contents == [[0], [0, 1], [0, 1, 2], [3], [3, 4], [3, 4, 5], [6]]
     assert cache.get(6) == -6 and cache.get(5) is None
+    cache[7], cache[8], cache[6] = 7, 8, 6  # the last key is in the full cache
+    assert cache == {6: 6, 7: 7, 8: 8}
 
 
 def test_cache_of_commands_is_bounded(session_of_two):

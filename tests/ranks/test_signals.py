@@ -179,7 +179,7 @@ class CountPolls(Command):
         polls = []
         if not rank.is_master:
             time.sleep(1)
-        rank.barriers.wait_at_next(lambda: polls.append(1))
+        rank.barriers.arrive_and_wait(lambda: polls.append(1))
         return len(polls)
 
 

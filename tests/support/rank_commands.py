@@ -87,17 +87,17 @@ class RecordRun(Command):
     early: bool = False
     effect: str = "It was noted"
 
-    def run(self, rank, records_applied=True):
+    def run(self, rank, records_effect=True):
         notes = rank.objects.setdefault("notes", [])
         notes.append(self.label)
         rank.finish_callbacks.append(lambda: notes.append(f"{self.label} finished"))
         if self.early and rank.number != self.failing_rank:
-            rank.record_applied()
+            rank.record_effect()
         rank.barrier()
         if rank.number == self.failing_rank:
             raise ArithmeticError("no")
-        if records_applied:
-            rank.record_applied()
+        if records_effect:
+            rank.record_effect()
         return self.label, rank.number
 
 
@@ -116,4 +116,4 @@ class RunBoth(Command):
     effect: str = "It was noted"
 
     def run(self, rank):
-        return [self.first.run(rank, records_applied=False), self.second.run(rank)]
+        return [self.first.run(rank, records_effect=False), self.second.run(rank)]

@@ -140,10 +140,10 @@ def run_code(
 
 
 def run_on_pretended_gpus(program: str, n_gpus: int) -> list[str]:
-    """Run a program of gpus/launches.py in a new process; return the lines that it prints."""
+    """Run a program of gpus/launch_programs.py in a new process; return the lines that it prints."""
     gpus = SUPPORT / "gpus"
     return run_code(
-        f"import launches; launches.{program}()",
+        f"import launch_programs; launch_programs.{program}()",
         timeout=240,
         PYTHONPATH=os.pathsep.join([str(ROOT), str(gpus), str(gpus / "pretended")]),
         PRETENDED_GPUS=str(n_gpus),

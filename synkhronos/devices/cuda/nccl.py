@@ -150,9 +150,9 @@ class NcclCommunicator(Communicator):
         """Number of bytes of an all-reduce that takes no longer than a launch, or 0 where `all_reduce` waits."""
         return 0 if self._array_device.stream is None else _QUICK_NBYTES
 
-    def compare_started(self, digest: bytes) -> bool:
+    def compare_digests_after_start(self, digest: bytes) -> bool:
         """Compare the ranks' digests once this rank has started its collectives.  Abort them if the digests differ."""
-        have_all_started = self._watchdog.compare_started(digest)
+        have_all_started = self._watchdog.compare_digests_after_start(digest)
         if not have_all_started:
             self.abort()
         return have_all_started

@@ -113,15 +113,15 @@ class CollectiveWatchdog(PendingOperation):
         try:
             if barrier_number == math.inf:
                 barrier_number = self._started_barrier_number = self._rank.barriers.next_number
-                self._rank.barriers.wait_at_next(on_poll)
+                self._rank.barriers.arrive_and_wait(on_poll)
             else:  # after `notify_started`
-                self._rank.barriers.wait_for(int(barrier_number), on_poll=on_poll)
+                self._rank.barriers.wait_for_barrier(int(barrier_number), on_poll=on_poll)
         except Cancelled:
             # If all ranks had arrived before the failure, the collectives complete.
             if not self._rank.barriers.wait_for_decision_on(int(barrier_number)):
                 raise
 
-    def compare_started(self, digest: bytes) -> bool:
+    def compare_digests_after_start(self, digest: bytes) -> bool:
         """Wait as `wait_until_started`.  Return True if all ranks pass the same digest.
 
         A rank that has started nothing passes another digest, to `Rank.compare_digests`.

@@ -102,7 +102,7 @@ class XlaReducer(CollectiveHandler):
 
         self._rank.control.sums_ended[self._rank.number] = self.n_sums + 1
         self._rank.control.wake_local_ranks(AWAITS_BARRIER)
-        self._rank.barriers.wait(lambda: all(self._sums_ended), raise_if_diverged)
+        self._rank.barriers.wait_until(lambda: all(self._sums_ended), raise_if_diverged)
 
 
 class SharedMemoryReducer(XlaReducer):

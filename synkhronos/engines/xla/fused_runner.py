@@ -42,7 +42,7 @@ class FusedRunner(Runner):
             results = launch(inputs, communicator, shape)
             signals.restart_time_limit()
             communicator.wait_until_started(signals.stop_deferring_if_late)
-            self._rank.record_applied()
+            self._rank.record_effect()
         return results
 
     def _launch_python(self, inputs: Sequence[Any], communicator: XlaCommunicator, shape: tuple[int, ...]) -> list[Any]:
@@ -61,7 +61,7 @@ class FusedRunner(Runner):
                 return self._executable(*inputs)
             finally:
                 if self.n_repeats > 1:
-                    self._rank.record_applied()  # an earlier step may be valid even if a later one fails
+                    self._rank.record_effect()  # an earlier step may be valid even if a later one fails
 
 
 class NcclCollectiveHandler(CollectiveHandler):
@@ -90,7 +90,7 @@ class NcclCollectiveHandler(CollectiveHandler):
     def finish(self, spans: Sequence[BufferSpan], valid_flag_address: int, stream: int | None) -> None:
         """Enqueue the collective on the rest of the gradient.  Raise ValueError if the ranks compared another shape."""
         if self._is_repeated:
-            self._rank.record_applied()  # an earlier step may be valid even if a later one fails
+            self._rank.record_effect()  # an earlier step may be valid even if a later one fails
         n_items, self._n_started_items = self._n_started_items + sum(span.n_items for span in spans), 0
         if self._collective == "all_gather":
             n_items *= self._rank.size

@@ -52,8 +52,8 @@ _EXCHANGE_DESCRIPTIONS = {
 
 
 @dataclass
-class PreparedRank:
-    """Objects of one rank that `prepare_rank` and `build_model` pass on to later functions."""
+class RankModel:
+    """A rank's instance of the user's class, and other objects that later functions need."""
 
     model: Any = None
     variables: VariablesByRole | None = None
@@ -63,9 +63,9 @@ class PreparedRank:
     remote_recorder: RemoteRecorder | None = None
 
     @staticmethod
-    def from_context(context: RankContext) -> PreparedRank:
+    def from_context(context: RankContext) -> RankModel:
         """Return the object of this rank."""
-        return get_rank(context).registry.get_or_create(PreparedRank)
+        return get_rank(context).registry.get_or_create(RankModel)
 
 
 def prepare_rank(
@@ -84,7 +84,7 @@ def prepare_rank(
         cores = arguments.rank_cores[context.number] if arguments.rank_cores else None
         placement = f"on {devices[context.number]}, {core_binding.describe_binding(cores)}"
     else:
-        PreparedRank.from_context(context).remote_recorder = start_output_forwarder(context.number)
+        RankModel.from_context(context).remote_recorder = start_output_forwarder(context.number)
         host_ranks = next(ranks for ranks in ranks_by_host if context.number in ranks)
         device = "cpu" if devices[0] == "cpu" else f"cuda{host_ranks.index(context.number)}"
         placement = f"on {device} of host {platform.node()}, {core_binding.describe_binding(None)}"
@@ -130,8 +130,8 @@ def build_model(context: RankContext, settings: Settings, exchange_rule: Exchang
         if context.number:
             generator = library.jump_generator(generator, context.number)
         library.set_generator(variable, generator)
-    prepared = PreparedRank.from_context(context)
-    prepared.model, prepared.variables, prepared.exchanged_quantity = model, variables, exchanged_quantity
+    rank_model = RankModel.from_context(context)
+    rank_model.model, rank_model.variables, rank_model.exchanged_quantity = model, variables, exchanged_quantity
     exchange_vector = FlatVariables(variables.exchanged)
     return exchange_vector.size, exchange_vector.dtype.name
 
@@ -145,13 +145,13 @@ def train_model(
     stop_flag: LocalRows,
 ) -> bool:
     """Train the instance from `build_model`, and call its ``cleanup``.  Return False if a signal stopped it."""
-    prepared = PreparedRank.from_context(context)
-    model, variables = prepared.model, prepared.variables
+    rank_model = RankModel.from_context(context)
+    model, variables = rank_model.model, rank_model.variables
     assert variables is not None
-    if prepared.exchanged_quantity == "gradient":
+    if rank_model.exchanged_quantity == "gradient":
         exchange_rule = GradientSumRule(model, exchange_rule.precision)
     is_on_first_host = context.number < len(settings.devices)
-    metrics_recorder = Recorder(settings.folder) if is_on_first_host else prepared.remote_recorder
+    metrics_recorder = Recorder(settings.folder) if is_on_first_host else rank_model.remote_recorder
     folder = Path(settings.folder) if is_on_first_host else None
     recorder = ModelRecorder(context.number, metrics_recorder, settings.every, get_batch_size(model), folder)
     state = ModelState(context, settings, exchange_rule, model, variables, shared_arrays, recorder)

@@ -81,7 +81,7 @@ class StepCommand(_StepCommandFields, Command):
             fused_runner = fuse_calls(rank, self, gradient, [update], self.n_steps)
         if self.skips_plan_check and fused_runner is None:
             raise RuntimeError(f"rank {rank.number} cannot fuse the step, although it has fused the last one")
-        if self.n_steps > 1 and not all(rank.all_gather_cached(fused_runner is not None)):
+        if self.n_steps > 1 and not all(rank.all_gather_unless_equal(fused_runner is not None)):
             return None
         return self._run_in_parts(rank, gradient, update) if fused_runner is None else (gradient.run(fused_runner), [])
 
@@ -91,7 +91,7 @@ class StepCommand(_StepCommandFields, Command):
         if self.update.needs_compile and is_second and update.computation.compile_order == CompileOrder.AT_FIRST_CALL:
             # The master compiles the gradient meanwhile, so the two compilations run in parallel.
             update.computation.library.compile_now(update.compiled.function)
-        loss = gradient.run(records_applied=False)
+        loss = gradient.run(records_effect=False)
         if rank.size > 1:
             plan = self.all_reduce.agree_on_plan(rank)
             plan.all_reduce(rank, self.op)
@@ -209,7 +209,7 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
         self._store_rank_number(rank)
         if self.n_steps == 1 and get_rank_device(rank).needs_gpu:
             fused_runner = fuse_calls(rank, self, gradient, [shard_update, parameter_update])
-            if all(rank.all_gather_cached(fused_runner is not None)):
+            if all(rank.all_gather_unless_equal(fused_runner is not None)):
                 return gradient.run(fused_runner), []
 
         variables = rank.get_object(self.matrix_key), rank.get_object(self.row_key)
@@ -228,7 +228,7 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
             return outputs
 
         if self.n_steps == 1:
-            return take_step(lambda: gradient.run(records_applied=False)), []
+            return take_step(lambda: gradient.run(records_effect=False)), []
         runner = gradient.compiled.runner
         return gradient.run(
             _StepRunner(lambda *inputs: take_step(lambda: runner(*inputs)), self.n_steps, runner.numpy_inputs)

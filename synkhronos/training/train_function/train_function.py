@@ -25,7 +25,7 @@ from synkhronos import ranks
 from synkhronos.casts import check_cast
 from synkhronos.checks import check_list
 from synkhronos.collectives.arguments import distribute_variables
-from synkhronos.collectives.calls import get_command
+from synkhronos.collectives.calls import prepare_command
 from synkhronos.collectives.commands import AllReduceValues, GetLayouts
 from synkhronos.data.rows import BatchArgument
 from synkhronos.devices import NUMPY
@@ -420,7 +420,7 @@ class TrainFunction:
         self, session: ranks.Session, gradient: Call, update: Call, n_steps: int, every_rank_has_rows: bool
     ) -> StepCommand:
         """Make the command of steps with an unsharded optimizer."""
-        all_reduce = get_command(session, self.grad_shared, AllReduceValues, ("avg", True))
+        all_reduce = prepare_command(session, self.grad_shared, AllReduceValues, ("avg", True))
         can_fuse = every_rank_has_rows and not gradient.is_sliced
         return StepCommand(
             gradient,

@@ -62,9 +62,9 @@ def write_programs():
 
 
 def write_zoo():
-    from zoo_cases import NETWORKS, Recorder, make_network_for_table, train_and_validate, without_dropout
+    from zoo_cases import NETWORKS, Recorder, disable_dropout, make_network_for_table, train_and_validate
 
-    without_dropout()
+    disable_dropout()
     losses = {}
     for name in NETWORKS:
         recorder = Recorder()

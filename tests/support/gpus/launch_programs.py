@@ -18,7 +18,7 @@ from synkhronos.training.updates import momentum, sgd
 _collectives = []
 
 
-def fork(n):
+def fork_and_record(n):
     """Fork ranks on pretended GPUs, and record the master's all-reduces."""
     all_reduce = nccl.all_reduce
 
@@ -41,7 +41,7 @@ def take_collectives():
 
 def train_by_rules():
     """Train by three exchange rules; print the steps of each launch and the collectives of each rule."""
-    fork(2)
+    fork_and_record(2)
     launches = []
     get_repeated = Executable.get_repeated
     Executable.get_repeated = lambda self, n_repeats: launches.append(n_repeats) or get_repeated(self, n_repeats)
@@ -79,7 +79,7 @@ def make_model(make, **options):
 def train_in_one_launch():
     """Train as one process does, in two precisions, then make four collectives; print the collectives of each."""
     xla.traced_exchange.MIN_CHUNK_NBYTES = xla.traced_exchange.MIN_CHUNK_NBYTES_OF_HOSTS = 1000
-    fork(3)
+    fork_and_record(3)
     rng = np.random.default_rng(0)
     data = rng.normal(size=(60, 30)).astype("float32"), rng.normal(size=60).astype("float32")
     for exchange in (None, "bfloat16"):
