@@ -1,4 +1,4 @@
-"""``import theano`` on machines without Theano.
+"""Theano's API on PyTensor: ``import theano`` on machines without Theano.
 
     >>> import synkhronos.compat  # the script's first line
 

@@ -1,4 +1,6 @@
-"""Start of training runs: ``python -m synkhronos train SESSION``, or ``start_run(...)`` and ``wait()``.
+"""Training runs of model classes with Theano-MPI's interface.
+
+``python -m synkhronos train SESSION`` starts a run, or in Python ``start_run(...)`` and ``wait()``.
 
 ::
 

@@ -71,7 +71,7 @@ class ExchangeSpec(NamedTuple):
 class TracedExchange:
     """The exchange of one computation by an all-reduce, while it is traced.
 
-    ``iterations`` are, in a loop, the ``extra_operands`` of `FfiCollectives.trace_finish`; else empty.
+    In a loop, ``iterations`` has a value that differs in each iteration; see `FfiCollectives.trace_finish`.
     """
 
     def __init__(self, spec: ExchangeSpec, ffi_collectives: FfiCollectives, iterations: Sequence[Any]):
