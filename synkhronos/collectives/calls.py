@@ -555,7 +555,7 @@ def get_lengths(shared_vars: SharedVariables) -> list[Any]:
 def prepare_command(
     session: Session, shared_vars: SharedVariables, command_class: type[C], arguments: tuple[Any, ...]
 ) -> C:
-    """Return the command of a collective on arrays.  ``arguments`` are its fields after the variables' keys.
+    """Return the command of a collective on arrays, after sending the variables that the workers lack.
 
     ``arguments`` are the command's fields after the variables' keys.  The variables, and the op of a reduction, are
     checked.  A command on a single variable is cached, since a training loop runs it in each step.
