@@ -4,12 +4,14 @@ A collective on GPUs completes only if every rank starts it.  If one rank does n
 If all ranks have started it, no rank may cancel it.  When a command fails, all ranks therefore have to agree on the
 last barrier that all of them had reached (the *last common barrier*), although they notice the failure at different
 times.  The barrier's number is recorded once; the command is then *decided*.
+
 *On one host* each rank reads the counters of all.  A rank that fails marks the command as failed, reads the
 counters, and records the last common barrier, unless another rank has.
 
 *On several hosts* a host gets the counters of others with a delay.  Each host therefore reports the last barrier that
 all of its own ranks have reached.  Once it has noticed the failure of a command, it reports no more barriers of that
 command::
+
     state of each host, for one command                    sent by its agent to all others
     open ──┬── all its ranks have reached a barrier ────>  BARRIER, for each one
            └── a rank of it has failed,
@@ -28,6 +30,7 @@ Two invariants make this correct:
   barrier that some rank has passed.
 - A host starts the next command only after the last one is decided there, because every other host sends FAILED before
   it receives the next command.
+
 `tests/ranks/test_agreement.py` explores all interleavings.
 """
 

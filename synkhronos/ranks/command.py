@@ -44,8 +44,7 @@ class Command(ABC):
         """Effect of the command, as a sentence for errors such as "The function's updates were applied"; or None.
 
         A command with an effect calls `Rank.record_effect` once the effect is applied.  The error of a failed command
-        names the ranks on which it is.
-        names the ranks that have.
+        names the ranks on which it was applied.
         """
         return None
 

@@ -116,11 +116,14 @@ class NcclCommunicator(Communicator):
         target = address if out is array else self._array_device.get_address(out)
         self._staging.set_current_gpu()
         nbytes = n_items * array.dtype.itemsize
-        if nbytes > _QUICK_NBYTES or not (self._enqueued_nbytes or self._watchdog.is_stream_idle()):
+        is_idle = not self._enqueued_nbytes and self._watchdog.is_stream_idle()
+        if nbytes > _QUICK_NBYTES or not (self._enqueued_nbytes or is_idle):
             self._enqueued_nbytes = math.inf
         self._enqueued_nbytes += nbytes
         if out is array:
             self.record_pending_writes()
+        elif is_idle and not self._watchdog.has_lost_peer:
+            self._watchdog.writes_in_place = False  # earlier writes are complete
         self._watchdog.mark_started(self._connection)
         with self._nccl_lock:
             handle = self._connection.get_handle()

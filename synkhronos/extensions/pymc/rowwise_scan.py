@@ -176,7 +176,7 @@ class _LoopBuilder:
     def _make_loop(
         self, outputs: dict[int, Any], read_variables: KeysView[Any], n_steps: Any, steps_are_rows: bool = False
     ) -> dict[int, Any]:
-        """Return the outputs of a loop with these outputs of a step, which read the variables ``read``."""
+        """Return the outputs of a loop with these outputs of a step, which read ``read_variables``."""
 
         def restrict(loop_input: _LoopInput) -> Any:
             if steps_are_rows and loop_input.has_steps:
