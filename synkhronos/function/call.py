@@ -41,7 +41,7 @@ class ScatteredInput(NamedTuple):
     first_row: int = 0
 
     def get_row_access(self, size: int, host_ranks: range) -> RowAccess:
-        """Return the rows of the array that the consecutive ``host_ranks`` read.  ``size`` is the number of all ranks."""
+        """Return the rows of the array that the consecutive ``host_ranks`` read.  There are ``size`` ranks."""
         first, last = (get_share_bounds(self._n_rows, size, r) for r in (host_ranks[0], host_ranks[-1]))
         rows = self.rows
         share = rows[first.start : last.stop] if isinstance(rows, range) else rows.slice_items(first.start, last.stop)
