@@ -1,4 +1,4 @@
-"""Synchronous rules with an outer optimizer, for which the change of the average is a gradient."""
+"""Synchronous rules with an outer optimizer, for which the change of the ranks' mean parameters is a gradient."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from synkhronos.variable_types import Array
 
 
 class _OuterOptimizerRule(ExchangeRule):
-    """Base class: all ranks start from an anchor.  The anchor minus the ranks' average is the outer gradient."""
+    """Base class: all ranks start from an anchor.  The anchor minus the mean over ranks is the outer gradient."""
 
     def setup(self, context: RankContext, state: ExchangeState) -> None:
         """Set the anchor to the parameters, and the outer velocity to zero."""
@@ -18,7 +18,7 @@ class _OuterOptimizerRule(ExchangeRule):
         state.own["velocity"] = 0 * state.vector
 
     def exchange(self, context: RankContext, state: ExchangeState) -> None:
-        """Average parameters, and take an outer step from the anchor."""
+        """Compute the mean of the parameters over ranks, and take an outer step from the anchor."""
         anchor, mean = state.own["anchor"], self.compute_mean(context, state)
         velocity, new_anchor = self._take_outer_step(anchor, anchor - mean, state.own["velocity"], state.learning_rate)
         # Running averages are not extrapolated, since momentum could make running variances negative.
@@ -38,9 +38,9 @@ class _OuterOptimizerRule(ExchangeRule):
 
 
 class SlowMo(_OuterOptimizerRule):
-    """Slow momentum: local SGD with an outer momentum, whose gradient is the change of the average.
+    """Slow momentum: local SGD with an outer momentum, whose gradient is the change of the mean over ranks.
 
-    After ``period`` steps from x_{t,0}, with their average x̄, and at the learning rate γ_t:
+    After ``period`` steps from x_{t,0}, with their mean x̄, and at the learning rate γ_t:
     u_{t+1} = β u_t + (x_{t,0} − x̄)/γ_t (eq. 2), x_{t+1,0} = x_{t,0} − α γ_t u_{t+1} (eq. 3): Wang et al., "SlowMo",
     arXiv:1910.00643, algorithm 1.  α = 1 and β = 0 is local SGD; with one rank it is Lookahead.
 
@@ -80,7 +80,7 @@ class SlowMo(_OuterOptimizerRule):
 
 
 class DiLoCo(_OuterOptimizerRule):
-    """Distributed low-communication training: an outer optimizer with momentum over averages of many local steps.
+    """Distributed low-communication training: an outer optimizer with momentum over means of many local steps.
 
     Δ_t = (1/p) Σ_i (θ_{t−1} − θ^i), θ_t = OuterOpt(θ_{t−1}, Δ_t): Douillard et al., "DiLoCo", arXiv:2311.08105,
     algorithm 1.  The outer optimizer is momentum, v ← µ v + Δ: θ ← θ − lr (Δ + µ v) with Nesterov's, else θ − lr v.

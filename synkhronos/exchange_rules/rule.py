@@ -12,7 +12,7 @@ from synkhronos.checks import check_at_least, check_number
 from synkhronos.data import Data
 from synkhronos.data.data_access import create_unpublished
 from synkhronos.devices import NUMPY, find_device
-from synkhronos.exchange_rules.state import ExchangeState, concatenate
+from synkhronos.exchange_rules.state import BATCHES_KEY, ExchangeState, concatenate
 from synkhronos.programs import RankContext
 from synkhronos.variable_types import Array, SharedVariable
 
@@ -194,7 +194,7 @@ def reduce_with_weighted_averages(
     # A rank without rows has a negligible weight.  The weight is a power of two, so products are exact.
     min_weight = 2.0**-14 if "float16" in (precision, vector.dtype.name) else 2.0**-64
     # Weights are at most 1, since the range of float16 is narrow.
-    weight = max(state.own.get("batches", 0.0) / max(1, state.steps_since_exchange), min_weight)
+    weight = max(state.own.get(BATCHES_KEY, 0.0) / max(1, state.steps_since_exchange), min_weight)
     weighted = concatenate(vector[:-n], vector[-n:] * weight, np.full(1, weight, vector.dtype))
     reduced = reduce(weighted.astype(vector.dtype))
     return concatenate(reduced[: -n - 1], reduced[-n - 1 : -1] / reduced[-1])

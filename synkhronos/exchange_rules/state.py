@@ -19,6 +19,9 @@ from synkhronos.variable_types import Array, SharedVariable
 
 #: Size of a block in bytes; a few blocks fit into the processor's caches.
 BLOCK_NBYTES = 1 << 18
+#: Key of `ExchangeState.own` that is no rule's: the trainer counts there the batches since the last exchange, by which
+#: running averages are weighted.  A fraction is the part of a batch whose rows this rank has.
+BATCHES_KEY = "batches"
 
 
 class FlatVariables:
@@ -144,7 +147,7 @@ class ExchangeState:
     n_average_items : int
         Number of elements of the running averages, at the end of `vector`.
     own : dict
-        Arrays and numbers that the rule stores on this rank, and checkpoints save.
+        Arrays and numbers that the rule stores on this rank, and checkpoints save.  The key ``"batches"`` is reserved.
     shared : dict of str to ndarray
         Arrays of `ExchangeRule.describe_shared_arrays`, in shared memory.
     shared_rows : dict of str to LocalRows

@@ -22,7 +22,7 @@ from synkhronos.data import Data
 from synkhronos.data.array import ReadOnlyData
 from synkhronos.data.rows import get_share_bounds
 from synkhronos.devices import NUMPY, Device
-from synkhronos.extensions.row_slices import SlicedSum, compute_queued_slice_bounds, compute_rank_slice_bounds
+from synkhronos.extensions.row_slices import SlicedSum, compute_queued_slice_bounds, compute_slice_bounds_by_rank
 from synkhronos.graph_libraries import get_library
 from synkhronos.ranks import Command, Rank, Session
 
@@ -117,7 +117,9 @@ class DistributedRows:
                 scatter(self.shareds, rows)
             if device is NUMPY:  # GPUs take all rows at once
                 nbytes = sum(np.dtype(values.dtype).itemsize * math.prod(values.shape) for values in rows)
-                compute_bounds = compute_queued_slice_bounds if self.ranks_have_all_rows else compute_rank_slice_bounds
+                compute_bounds = (
+                    compute_queued_slice_bounds if self.ranks_have_all_rows else compute_slice_bounds_by_rank
+                )
                 self.slice_bounds = compute_bounds(n_rows, nbytes, session.rank.size)
         self._scattered_arrays, self._scattered_fingerprints, self.n_rows = arrays, fingerprints, n_rows
         self._session = weakref.ref(session)

@@ -30,7 +30,13 @@ from synkhronos.function.outputs import RankOutputs
 from synkhronos.graph_libraries.library import get_storage
 from synkhronos.ranks import ArrayLocation, Command, Rank, Session
 
-__all__ = ["PreparedSum", "SlicedSum", "create_slice_queue", "compute_queued_slice_bounds", "compute_rank_slice_bounds"]
+__all__ = [
+    "PreparedSum",
+    "SlicedSum",
+    "create_slice_queue",
+    "compute_queued_slice_bounds",
+    "compute_slice_bounds_by_rank",
+]
 
 #: Maximal number of slices in a `SliceQueue`: a number is one byte.
 MAX_QUEUED_SLICES = 256
@@ -41,11 +47,11 @@ _MAX_SLICE_NBYTES = 4 << 20
 #: Bytes of rows in the smallest slice of a queue, if each rank has more.  With smaller slices ranks wait less for the
 #: last one, but start more of them.
 _MIN_SLICE_NBYTES = 64 << 10
-#: A slice of a queue is at least this fraction (1/25) of a rank's share.
+#: A slice of a queue is at least a rank's share divided by this number.
 _MAX_SLICES_PER_SHARE = 25
 
 
-def compute_rank_slice_bounds(n_rows: int, nbytes: int, n_ranks: int) -> list[int]:
+def compute_slice_bounds_by_rank(n_rows: int, nbytes: int, n_ranks: int) -> list[int]:
     """Return the first row of each slice, then the number of rows.  Each rank's share is divided into equal slices.
 
     ``nbytes`` is the size of all rows.
@@ -182,6 +188,7 @@ class ComputeSlices(_ComputeSlicesFields, Command):
         if rank.spans_hosts:
             assert isinstance(slice_numbers, range)
             total = np.add.reduce(table[slice_numbers.start : slice_numbers.stop], axis=0)
+            # The outputs are added, not averaged: the number of rows only says whether the rank has any.
             return RankOutputs(len(slice_numbers), [total], compiled.output_spec).reduce(rank)
         return None
 

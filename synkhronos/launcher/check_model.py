@@ -207,7 +207,8 @@ class _ModelCheck:
             exchanged_quantity = compile_model(instance, self.settings, self.exchange_rule, 2)
             check_interface(instance, self.settings.modelclass)
         params = [
-            FlatVariables(group_variables(instance, exchanged_quantity == "params").exchanged) for instance in instances
+            FlatVariables(group_variables(instance, exchanged_quantity == "params").exchanged_variables)
+            for instance in instances
         ]
         if params[0].shapes != params[1].shapes:
             shapes = f"{[*map(list, params[0].shapes)]} on rank 0, and of {[*map(list, params[1].shapes)]} on rank 1"

@@ -37,8 +37,8 @@ def main(arguments: list[str]) -> int:
     except SettingsError as error:
         sys.stderr.write(f"synkhronos train: {error}\n")
         return 2
-    facts = {**dataclasses.asdict(settings), **find_versions(settings.pythonpath)}
-    sys.stdout.write(json.dumps(facts, indent=1) + "\n")
+    settings_and_versions = {**dataclasses.asdict(settings), **find_versions(settings.pythonpath)}
+    sys.stdout.write(json.dumps(settings_and_versions, indent=1) + "\n")
     return 0
 
 

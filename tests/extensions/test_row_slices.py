@@ -24,7 +24,7 @@ SIZES = [(1, 8, 1), (1, 8, 4), (7, 56, 4), (64, 10_752, 2), (100_000, 16_800_000
 
 
 @pytest.mark.parametrize(
-    "compute_bounds", [row_slices.compute_rank_slice_bounds, row_slices.compute_queued_slice_bounds]
+    "compute_bounds", [row_slices.compute_slice_bounds_by_rank, row_slices.compute_queued_slice_bounds]
 )
 @pytest.mark.parametrize("sizes", [*SIZES, (10**7, 4 * 10**10, 3), (5, 10**9, 2)])
 def test_slices_divide_the_rows(compute_bounds, sizes):
@@ -36,7 +36,7 @@ def test_slices_divide_the_rows(compute_bounds, sizes):
 @pytest.mark.parametrize("sizes", [*SIZES, (5, 10**9, 2)])
 def test_slices_of_a_rank_are_its_share(sizes):
     n_rows, _, n_ranks = sizes
-    bounds = row_slices.compute_rank_slice_bounds(*sizes)
+    bounds = row_slices.compute_slice_bounds_by_rank(*sizes)
     assert {get_share_bounds(n_rows, n_ranks, rank).start for rank in range(n_ranks)} <= set(bounds)
 
 

@@ -126,7 +126,7 @@ def test_full_disk_log_loses_only_its_torn_line(tmp_path, capfd):
 
 def test_supervisor_error_is_recorded(tmp_path, monkeypatch):
     run = ShellSupervisor(tmp_path, "sleep 60")
-    monkeypatch.setattr(run, "_copy_output", lambda pipes: 1 / 0)
+    monkeypatch.setattr(run, "_supervise_until_exit", lambda pipes: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run.run()
     record = run.read_record()

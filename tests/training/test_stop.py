@@ -300,7 +300,7 @@ def test_signal_stops_all_ranks_after_the_same_round():
     lock = SimpleNamespace(pull=lambda *_: None, push=lambda *_: None)
     loop = LocalBatchLoop.__new__(LocalBatchLoop)
     loop.plan, loop._batch_counts, loop.max_steps_per_launch = plan, _SharedBatchCounts(counts), 2
-    loop.periodic_exchange = SimpleNamespace(update_steps_left=lambda: 64)
+    loop.periodic_exchange = SimpleNamespace(restart_countdown=lambda: 64)
     loop.meter = SimpleNamespace(time_activity=lambda _: threading.Lock())
     seen = {0: [], 2: []}
     try:

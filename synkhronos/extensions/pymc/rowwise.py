@@ -1,4 +1,4 @@
-"""Rewriting of a row-wise expression so that it computes chosen rows only.
+"""Rewriting of a row-wise expression so that it computes some rows only, the *computed rows*.
 
 An expression is row-wise if row ``i`` of its value depends on row ``i`` of the data, and otherwise on nothing that has
 rows.  The search starts at the output and walks to the inputs, with one rule for each operation.  For example, rows of

@@ -125,11 +125,11 @@ def _index_all_batches(node: Node, n_batch_dims: int) -> Any:
         for array, gap in zip(index, gaps, strict=True)
     ]
     batched = [i for i in batches if not values.type.broadcastable[i]]
-    picks = [
+    batch_indexes = [
         pt.arange(values.shape[i]).dimshuffle(*["x"] * i, 0, *["x"] * (n_batch_dims + n_index_dims - i - 1))
         for i in batched
     ]
-    return values.dimshuffle(*batched, *range(n_batch_dims, values.type.ndim))[(*picks, *arrays)]
+    return values.dimshuffle(*batched, *range(n_batch_dims, values.type.ndim))[(*batch_indexes, *arrays)]
 
 
 def _allocate_all_batches(node: Node, n_batch_dims: int) -> Any:
@@ -228,7 +228,7 @@ def _restrict_subtensor(restrictor: RowRestrictor, node: Node, axis: int) -> Any
     index += [slice(None)] * (values.type.ndim - len(index))
     axes = [i for i, selector in enumerate(index) if isinstance(selector, slice)]
     values_axis = axes[axis]
-    if _is_slice_of_all_rows(restrictor, index[values_axis]):
+    if _has_stop_computed_as_length(restrictor, index[values_axis]):
         index[values_axis] = slice(None)
         return restrictor.restrict(values, values_axis)[tuple(index)]
     if index[values_axis] != slice(None):
@@ -244,8 +244,8 @@ def _restrict_subtensor(restrictor: RowRestrictor, node: Node, axis: int) -> Any
     return node.op(restrictor.restrict(values, values_axis), *operands)
 
 
-def _is_slice_of_all_rows(restrictor: RowRestrictor, selection: slice) -> bool:
-    """Whether a slice ends at a number that is computed from shapes of data, and is the number of rows.
+def _has_stop_computed_as_length(restrictor: RowRestrictor, selection: slice) -> bool:
+    """Whether a slice stops at an expression of the data's shapes whose value is the number of rows.
 
     Each sequence of a loop is cut off behind the shortest one.
     """
@@ -308,14 +308,14 @@ def _restrict_advanced_inc_subtensor(restrictor: RowRestrictor, node: Node, axis
     picked_rows = np.arange(restrictor.length)[index.data]
     position = np.full(restrictor.length, -1)
     position[picked_rows] = np.arange(len(picked_rows))
-    chosen = restrictor.restrict(pt.constant(position), 0)
+    new_rows = restrictor.restrict(pt.constant(position), 0)
     if new_values.type.ndim == values.type.ndim and new_values.type.shape[0] != 1:  # else the same for all rows
         new_values = _scatter_constant_values(new_values, picked_rows, restrictor.length)
         if isinstance(new_values, Constant):
             new_values = restrictor.restrict(new_values, 0)
         else:
-            new_values = new_values[pt.maximum(chosen, 0)]
-    is_new = (chosen >= 0).dimshuffle(0, *["x"] * (values.type.ndim - 1))
+            new_values = new_values[pt.maximum(new_rows, 0)]
+    is_new = (new_rows >= 0).dimshuffle(0, *["x"] * (values.type.ndim - 1))
     return pt.switch(is_new, new_values, restrictor.restrict(values, 0)).astype(values.type.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Rewriting of a loop (`pytensor.scan`) so that it computes chosen rows only.
+"""Rewriting of a loop (`pytensor.scan`) so that it computes some rows only.
 
 There are two forms.  In the first, each step computes a row, and no step depends on another.  In the second, the steps
 are points in time, and the states have an element for each row:
@@ -125,7 +125,7 @@ class _LoopBuilder:
         self._sequences = [take_input((), True) for _ in range(info.n_seqs)]
         self._states = [take_input(state_taps, True) for state_taps in taps]
         del outer[: info.n_nit_sot]  # the numbers of steps of further outputs
-        self._constants = [take_input((), False) for _ in range(info.n_non_seqs)]
+        self._non_sequences = [take_input((), False) for _ in range(info.n_non_seqs)]
         self._outputs = list(graph.outputs[: len(node.outputs)])
         self._conditions = list(graph.outputs[len(node.outputs) :])
 
@@ -133,7 +133,7 @@ class _LoopBuilder:
         """Return the outputs at some positions, with the computed rows along an axis, by their positions."""
         if axis == 0:
             return self._restrict_steps(positions)
-        inputs = [*self._sequences, *self._states, *self._constants]
+        inputs = [*self._sequences, *self._states, *self._non_sequences]
         original_variables = {id(loop_input): list(loop_input.inner) for loop_input in inputs}
         step = _StepRestrictor(self._restrictor, inputs)
         pending: dict[int, int | None] = dict.fromkeys(positions, axis - 1)
@@ -168,7 +168,7 @@ class _LoopBuilder:
             or any(not read_variables.isdisjoint(state.inner) for state in self._states)
         ):
             raise NotRowwiseError(f"{self._node.op} mixes rows: a row depends on the rows before")
-        for loop_input in self._constants:
+        for loop_input in self._non_sequences:
             if isinstance(loop_input.outer, SharedVariable) and not read_variables.isdisjoint(loop_input.inner):
                 raise NotRowwiseError(f"each step of {self._node.op} reads {loop_input.outer}: pass it as a sequence")
         return self._make_loop(outputs, read_variables, self._restrictor.n_rows_variable, steps_are_rows=True)
@@ -188,11 +188,11 @@ class _LoopBuilder:
         positions = sorted(outputs)
         states = [self._states[i] for i in positions if i < self._n_states]
         n_others = len(outputs) - len(states)
-        sequences, constants = (
+        sequences, non_sequences = (
             [loop_input for loop_input in inputs if not read_variables.isdisjoint(loop_input.inner)]
-            for inputs in (self._sequences, self._constants)
+            for inputs in (self._sequences, self._non_sequences)
         )
-        inner = [v for loop_input in (*sequences, *states, *constants) for v in loop_input.inner]
+        inner = [v for loop_input in (*sequences, *states, *non_sequences) for v in loop_input.inner]
         # Data within the graph of a step, and the number of rows.
         captured = [v for v in read_variables if v not in inner and not isinstance(v, Constant)]
         op = self._node.op
@@ -202,7 +202,7 @@ class _LoopBuilder:
             mit_sot_in_slices=tuple(state.taps for state in states if state in self._states[: op.info.n_mit_sot]),
             sit_sot_in_slices=tuple(state.taps for state in states if state in self._states[op.info.n_mit_sot :]),
             n_nit_sot=n_others,
-            n_non_seqs=len(constants) + len(captured),
+            n_non_seqs=len(non_sequences) + len(captured),
         )
         values = [outputs[i] for i in positions]
         loop = Scan(
@@ -218,7 +218,7 @@ class _LoopBuilder:
             n_steps,
             *map(restrict, (*sequences, *states)),
             *[n_steps] * n_others,
-            *map(restrict, constants),
+            *map(restrict, non_sequences),
             *captured,
             return_list=True,
         )

@@ -5,8 +5,9 @@ all ranks, and each rank runs the same sampler from the same seed.  No rank wait
 
     pm.sample(nuts_sampler="numpyro")
       initial points                               in the master
-      _sample_numpyro_nuts    ── RunSampler ──▶    on every rank: NUTS, of which each evaluation adds the rank's own
-                                                   rows and makes an all-reduce (`xla_sums`, `engines.xla.spmd_program`)
+      _sample_numpyro_nuts    ── RunSampler ──▶    on every rank: NUTS; each evaluation of the log-density sums the
+                                                   rank's own rows and makes an all-reduce (`xla_sums`,
+                                                   `engines.xla.spmd_program`)
       draws of the master's rank
       transformations, ArviZ                       in the master
 
@@ -107,7 +108,7 @@ def _sample_on_ranks(name: str, arguments: dict[str, Any]) -> tuple[Any, Any, Mo
 
 @dataclass(frozen=True, slots=True)
 class RunSampler(Command):
-    """Command that runs a sampler on every rank."""
+    """Run a sampler on every rank."""
 
     #: Key of the `SamplerCall` among the ranks' objects.
     key: tuple[str, int]

@@ -34,11 +34,11 @@ def group_variables(model: Any, exclude_normalization: bool = False) -> Variable
     excluded = [p for p in model.params if exclude_normalization and p.name in ("gamma", "beta")]
     excluded_ids = {id(p) for p in excluded}
     exchanged = [p for p in model.params if id(p) not in excluded_ids]
-    groups = VariablesByRole(exchanged=exchanged, optimizer=[], excluded=excluded, other_variables=[], generators=[])
+    groups = VariablesByRole(exchanged, optimizer_state=[], excluded_params=excluded, other_variables=[], generators=[])
     averages = getattr(model, "averages", None)
     if isinstance(averages, Mapping):  # a `Model`, whose params end with the averages
-        groups.n_averages = sum(any(p is average for average in averages) for p in groups.exchanged)
-    if not groups.exchanged:
+        groups.n_averages = sum(any(p is average for average in averages) for p in groups.exchanged_variables)
+    if not groups.exchanged_variables:
         raise ModelInterfaceError(
             "params: expected some that are not named gamma or beta, which each rank keeps for itself"
         )
@@ -50,8 +50,9 @@ def group_variables(model: Any, exclude_normalization: bool = False) -> Variable
     wholes = {id(variable.shard): whole for whole, variable in sharded_variables.items()}
     # A sharded and an unsharded optimizer resume from each other's checkpoints, and their functions' inputs differ.
     order = {id(shared): i for i, shared in enumerate(getattr(model, "updated_variables", ()))}
-    groups.whole_optimizer.sort(key=lambda shared: order.get(id(wholes.get(id(shared), shared)), len(order)))
-    groups.optimizer = [wholes.get(id(shared), shared) for shared in groups.whole_optimizer]
+    # Functions update the shards of a sharded optimizer, which are replaced here by whole variables.
+    optimizer_state = [wholes.get(id(shared), shared) for shared in groups.unsharded_optimizer_state]
+    groups.optimizer_state = sorted(optimizer_state, key=lambda shared: order.get(id(shared), len(order)))
     return groups
 
 
@@ -90,6 +91,6 @@ def _group_function_variables(function: Any, groups: VariablesByRole, grouped_id
         elif not library.is_array(shared):
             continue
         elif function_input.update is not None and np.dtype(shared.type.dtype).kind == "f":
-            groups.whole_optimizer.append(shared)
+            groups.unsharded_optimizer_state.append(shared)
         elif function_input.update is not None or shared.type.ndim == 0:
             groups.other_variables.append(shared)

@@ -89,7 +89,7 @@ class ModelBatchLoop(BatchLoop):
         if not steps:
             return
         self._check_step()
-        self._periodic_exchange.update_steps_left()
+        self._periodic_exchange.restart_countdown()
         if self._periodic_exchange.count_steps(steps):
             # If the model has a ``weight``, the exchange weights this rank's parameters by the weight of the last cost.
             has_weight = getattr(self.model, "weight", None) is not None

@@ -56,7 +56,7 @@ class ModelEpochLoop(ReportLoop):
         self.patience, self.saves_best = settings.patience, settings.keep_best is not None
         self.checkpoint_every = settings.checkpoint
         step_variables = (
-            self.model.vels if isinstance(state.exchange_rule, GradientSumRule) else state.variables.exchanged
+            self.model.vels if isinstance(state.exchange_rule, GradientSumRule) else state.variables.exchanged_variables
         )
         self.sanity_check = SanityCheck(list(self.model.params), step_variables)
         if arguments.checkpoint_path is None:
@@ -91,7 +91,7 @@ class ModelEpochLoop(ReportLoop):
                     f"rank {death['rank']} {death['cause']}; the training continues from step {death['step']}, "
                     f"{death['seconds']:.1f} s later\n"
                 )
-        for report in self.iterate_reports():
+        for report in self.train_and_report():
             if self.memory_checkpoints:
                 self.memory_checkpoints.write(report.metrics)
             if self.is_stopped_by_model and is_master:
@@ -233,7 +233,7 @@ class ModelEpochLoop(ReportLoop):
     def save_at_signal(self) -> None:
         """Write a checkpoint within the epoch.  Raise FloatingPointError if the loss is not finite."""
         self.make_report()
-        self.state.save(None)
+        self.state.save(metrics=None)  # within an epoch
 
     def call_report_hooks(self, report: Report) -> None:
         """Call the class's ``save``, ``adjust_hyperp`` and ``print_info`` after an epoch."""

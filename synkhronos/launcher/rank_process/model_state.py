@@ -120,6 +120,7 @@ class ModelState:
                 "epochs": self.n_complete_epochs,
                 "model": f"{self.settings.modelfile}:{self.settings.modelclass}",
                 "stop": self.early_stopping.to_json(),
+                # States of the global generators of NumPy and `random`, one entry for each rank.
                 "host_generators": [generators for _, generators, *_ in rank_entries],
                 "totals": [steps for _, _, steps, _ in rank_entries],
                 "within": [position for *_, position in rank_entries] if is_within_epoch else None,

@@ -132,7 +132,7 @@ def build_model(context: RankContext, settings: Settings, exchange_rule: Exchang
         library.set_generator(variable, generator)
     rank_model = RankModel.from_context(context)
     rank_model.model, rank_model.variables, rank_model.exchanged_quantity = model, variables, exchanged_quantity
-    exchange_vector = FlatVariables(variables.exchanged)
+    exchange_vector = FlatVariables(variables.exchanged_variables)
     return exchange_vector.size, exchange_vector.dtype.name
 
 

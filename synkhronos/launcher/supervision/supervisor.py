@@ -98,7 +98,7 @@ class Supervisor:
                 finally:
                     for _, write in pipes:
                         os.close(write)
-                self._copy_output([read for read, _ in pipes])
+                self._supervise_until_exit([read for read, _ in pipes])
                 assert self._master is not None
                 exit_record = self._report_master_exit(self._master.wait())
                 if not exit_record["status"] or "signal" in exit_record or self.signal_number:
@@ -224,8 +224,11 @@ class Supervisor:
 
     # -- output ----------------------------------------------------------------------------------------------
 
-    def _copy_output(self, pipes: list[int]) -> None:
-        """Copy the output of the ranks from their pipes into logs and to the console, until the master exits."""
+    def _supervise_until_exit(self, pipes: list[int]) -> None:
+        """Supervise the ranks until the master exits: copy their output from pipes, and kill them at their deadline.
+
+        The output goes into logs and to the console.
+        """
         assert self._master is not None
         with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
             is_continued = self.settings.resume is not None or self._n_restarts + self._death_limit.n_deaths > 0
@@ -276,12 +279,12 @@ class Supervisor:
         newest = str(paths[-1]) if paths else self._checkpoint_path
         limit, rank = self._death_limit, deaths[-1]["rank"]
         if newest != self._checkpoint_path:
-            limit.reset_deaths_since_copy()
+            limit.restart_counts()
         if excess := limit.record_death(rank, deaths[-1]["is_failed_start"]):
             self._error_console.write(f"{excess}\n")
             return False
         if limit.is_rank_unusable:
-            limit.reset_deaths_since_copy()
+            limit.restart_counts()
             if not (self._remove_ranks_of_hosts(deaths) if self.settings.hosts else self._remove_device(rank)):
                 return False
         self._checkpoint_path = newest

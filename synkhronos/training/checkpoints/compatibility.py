@@ -39,12 +39,12 @@ def describe_training(
     descriptions are equal, except for `CHANGEABLE_OPTIONS`.
     """
     name, options = update_rule or (None, {})
-    n_params = len(variables.exchanged) - variables.n_averages
+    n_params = len(variables.exchanged_variables) - variables.n_averages
     variables_by_role = {
-        "params": variables.exchanged[:n_params],
-        "averages": variables.exchanged[n_params:],
-        "optimizer": variables.whole_optimizer,
-        "excluded": variables.excluded,
+        "params": variables.exchanged_variables[:n_params],
+        "averages": variables.exchanged_variables[n_params:],
+        "optimizer": variables.unsharded_optimizer_state,
+        "excluded": variables.excluded_params,
         "others": variables.other_variables,
     }
     return {

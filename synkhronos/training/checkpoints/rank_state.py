@@ -42,7 +42,9 @@ class RankStateSpec:
     def make_state(self) -> ExchangeState:
         """Make the state on which the exchange rule operates, at the first step."""
         variables = self.variables
-        return ExchangeState(variables.exchanged, variables.whole_optimizer, self.shared_arrays, variables.n_averages)
+        return ExchangeState(
+            variables.exchanged_variables, variables.unsharded_optimizer_state, self.shared_arrays, variables.n_averages
+        )
 
 
 def read_state(context: RankContext, spec: RankStateSpec) -> dict[str, Any]:
@@ -94,7 +96,7 @@ def _unpack_states(content: Checkpoint, spec: RankStateSpec) -> list[dict[str, A
         if meta["alike"] and r:
             continue
         state |= {role: arrays[f"{r}.{role}"] for role in ("params", "optimizer", "excluded")}
-        if spec.variables.optimizer is None:  # sharded
+        if spec.variables.optimizer_state is None:  # sharded
             state["optimizer"] = None
         state |= {name: int(arrays[f"{r}.{name}"]) for name in ("step", "since")}
         prefix = f"{r}.own."

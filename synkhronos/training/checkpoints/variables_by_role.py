@@ -22,15 +22,16 @@ class VariablesByRole:
 
     #: Variables that ranks exchange: parameters, followed by running averages.  Their values are named ``params`` in
     #: `read_values` and in checkpoints.
-    exchanged: list[SharedVariable]
+    exchanged_variables: list[SharedVariable]
     #: Variables of the update rule, such as velocities; None in a `RankStateSpec` if they are sharded.
-    optimizer: list[SharedVariable] | None
+    optimizer_state: list[SharedVariable] | None
     #: Parameters that are not exchanged.
-    excluded: list[SharedVariable]
+    excluded_params: list[SharedVariable]
     #: Other updated variables, such as counts.
     other_variables: list[SharedVariable]
+    #: Random generators; each rank has its own state of each.
     generators: list[SharedVariable]
-    #: Number of running averages at the end of `exchanged`.
+    #: Number of running averages at the end of `exchanged_variables`.
     n_averages: int = 0
 
     @classmethod
@@ -59,10 +60,10 @@ class VariablesByRole:
         return cls([*exchanged_params, *averages], optimizer, excluded, other_variables, generators, len(averages))
 
     @property
-    def whole_optimizer(self) -> list[SharedVariable]:
-        """Variables of the update rule, which are not None here."""
-        assert self.optimizer is not None
-        return self.optimizer
+    def unsharded_optimizer_state(self) -> list[SharedVariable]:
+        """The variables of `optimizer_state`.  Raise AssertionError if they are None, since they are sharded."""
+        assert self.optimizer_state is not None
+        return self.optimizer_state
 
     def read_other_values(self) -> list[np.ndarray]:
         """Return copies of this process's values of the other variables."""
@@ -71,20 +72,22 @@ class VariablesByRole:
     def read_values(self, exchanged_vector: np.ndarray | None = None) -> dict[str, Any]:
         """Return copies of this process's values by role.  ``exchanged_vector`` replaces the exchanged values."""
         values = {
-            "params": np.array(FlatVariables(self.exchanged).get() if exchanged_vector is None else exchanged_vector),
-            "excluded": np.array(FlatVariables(self.excluded).get()),
+            "params": np.array(
+                FlatVariables(self.exchanged_variables).get() if exchanged_vector is None else exchanged_vector
+            ),
+            "excluded": np.array(FlatVariables(self.excluded_params).get()),
             "others": self.read_other_values(),
         }
-        if self.optimizer is not None:
-            values["optimizer"] = np.array(FlatVariables(self.optimizer).get())
+        if self.optimizer_state is not None:
+            values["optimizer"] = np.array(FlatVariables(self.optimizer_state).get())
         return values
 
     def write_values(self, values: Mapping[str, Any]) -> None:
         """Set this process's variables to copies of the values from `read_values`."""
-        FlatVariables(self.exchanged).set(values["params"])
-        FlatVariables(self.excluded).set(values["excluded"])
-        if self.optimizer is not None:
-            FlatVariables(self.optimizer).set(values["optimizer"])
+        FlatVariables(self.exchanged_variables).set(values["params"])
+        FlatVariables(self.excluded_params).set(values["excluded"])
+        if self.optimizer_state is not None:
+            FlatVariables(self.optimizer_state).set(values["optimizer"])
         for shared, value in zip(self.other_variables, values["others"], strict=True):
             device = get_array_device(_borrow_value(shared))
             get_library(shared).store_value(shared, device.from_numpy(np.array(value)))

@@ -74,8 +74,8 @@ class PeriodicExchange:
         self._context, self.exchange_rule, self.state, self._seconds = context, exchange_rule, state, seconds
         self._steps_left = 1
 
-    def update_steps_left(self) -> int:
-        """Return the exchange rule's number of steps until the next exchange, from which `count_steps` counts down."""
+    def restart_countdown(self) -> int:
+        """Ask the exchange rule for the steps until the next exchange, count down from their number, and return it."""
         self._steps_left = self.exchange_rule.count_steps_left(self.state)
         return self._steps_left
 

@@ -40,6 +40,6 @@ class DeathLimit:
         """Whether the rank that died last has failed to start too often, so that it is left out."""
         return self._n_failed_starts >= MAX_FAILED_STARTS
 
-    def reset_deaths_since_copy(self) -> None:
-        """Restart the count of deaths since the last copy, after a new copy, or after a rank was left out."""
+    def restart_counts(self) -> None:
+        """Restart all counts but the total, after a new copy of the state, or after a rank was left out."""
         self._n_deaths_since_copy = self._n_failed_starts = 0

@@ -33,8 +33,8 @@ class ReportLoop(ABC):
     checkpoint_every: int
     n_reports = 0
 
-    def iterate_reports(self) -> Iterator[Report]:
-        """Yield the report of each interval, until the last epoch or a signal."""
+    def train_and_report(self) -> Iterator[Report]:
+        """Train, validate and save, until the last epoch or a signal.  Yield the report of each interval."""
         while not self.is_over():
             report = self.make_report() if self.train() else None
             if report is None or not self.validate(report):

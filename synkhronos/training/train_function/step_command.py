@@ -35,11 +35,11 @@ class _StepCommandFields(NamedTuple):
     """Fields of `StepCommand`; a named tuple cannot have a second base class."""
 
     #: Call that writes this rank's gradient into a shared variable.
-    gradient: Call
+    gradient_call: Call
     #: All-reduce of this variable.
     all_reduce: AllReduceValues
     #: Call that updates the parameters from this variable.
-    update: Call
+    update_call: Call
     #: Dtype in which a fused launch sends the gradients; None for their own.
     wire_dtype: str | None
     #: Number of items at the vector's end that are no gradients; they are sent in their own dtype.
@@ -64,7 +64,7 @@ class StepCommand(_StepCommandFields, Command):
     @property
     def effect(self) -> str | None:
         """Effect of the command in an error's message.  A gradient alone changes no parameter."""
-        return self.update.effect if self.n_steps == 1 else "Steps were taken"
+        return self.update_call.effect if self.n_steps == 1 else "Steps were taken"
 
     @property
     def partial_effect(self) -> str | None:
@@ -75,29 +75,32 @@ class StepCommand(_StepCommandFields, Command):
 
     def run(self, rank: Rank) -> tuple[Any, Any] | None:
         """Take the steps.  Return the outputs of both functions, or None if some rank can't fuse several steps."""
-        gradient, update = self.gradient.bind_to_rank(rank), self.update.bind_to_rank(rank)
+        rank_gradient, rank_update = self.gradient_call.bind_to_rank(rank), self.update_call.bind_to_rank(rank)
         fused_runner = None
         if self.every_rank_has_rows:
-            fused_runner = fuse_calls(rank, self, gradient, [update], self.n_steps)
+            fused_runner = fuse_calls(rank, self, rank_gradient, [rank_update], self.n_steps)
         if self.skips_plan_check and fused_runner is None:
             raise RuntimeError(f"rank {rank.number} cannot fuse the step, although it has fused the last one")
         if self.n_steps > 1 and not all(rank.all_gather_unless_equal(fused_runner is not None)):
             return None
-        return self._run_in_parts(rank, gradient, update) if fused_runner is None else (gradient.run(fused_runner), [])
+        if fused_runner is None:
+            return self._run_in_parts(rank, rank_gradient, rank_update)
+        return rank_gradient.run(fused_runner), []
 
-    def _run_in_parts(self, rank: Rank, gradient: RankCall, update: RankCall) -> tuple[Any, Any]:
+    def _run_in_parts(self, rank: Rank, rank_gradient: RankCall, rank_update: RankCall) -> tuple[Any, Any]:
         """Run the gradient, the all-reduce and the update one after another.  Return both functions' outputs."""
         is_second = rank.number == (rank.master_rank + 1) % rank.size
-        if self.update.needs_compile and is_second and update.computation.compile_order == CompileOrder.AT_FIRST_CALL:
+        needs_compile, computation = self.update_call.needs_compile, rank_update.computation
+        if needs_compile and is_second and computation.compile_order == CompileOrder.AT_FIRST_CALL:
             # The master compiles the gradient meanwhile, so the two compilations run in parallel.
-            update.computation.library.compile_now(update.compiled.function)
-        loss = gradient.run(records_effect=False)
+            computation.library.compile_now(rank_update.compiled.function)
+        loss = rank_gradient.run(records_effect=False)
         if rank.size > 1:
             plan = self.all_reduce.agree_on_plan(rank)
             plan.all_reduce(rank, self.op)
             plan.wait_until_started()
         # Ranks wait for each other while they compile.
-        return loss, rank.run_on_all_or_no_rank(update.run, is_collective=self.update.needs_compile)
+        return loss, rank.run_on_all_or_no_rank(rank_update.run, is_collective=needs_compile)
 
     @property
     def op(self) -> str:
@@ -122,8 +125,8 @@ class StepCommand(_StepCommandFields, Command):
         else:
             plan = self.all_reduce.agree_on_plan(rank)
         plans[self.all_reduce] = plan, rank.command_number
-        (gradient,) = plan.variables
-        return gradient.communicator, gradient.layout[0]
+        (variable,) = plan.variables
+        return variable.communicator, variable.layout[0]
 
 
 class _AgreedPlans(BoundedCache[AllReduceValues, tuple[AllReducePlan, int]]):
@@ -141,39 +144,43 @@ def can_skip_plan_check(rank: Rank, all_reduce: AllReduceValues) -> bool:
 
 
 def fuse_calls(
-    rank: Rank, exchange: GradientExchange, gradient: RankCall, updates: Sequence[RankCall], n_steps: int = 1
+    rank: Rank,
+    exchange: GradientExchange,
+    rank_gradient: RankCall,
+    rank_updates: Sequence[RankCall],
+    n_steps: int = 1,
 ) -> Runner | None:
     """Return the fused launch of a gradient, its exchange and updates, or None if this rank cannot fuse them."""
-    if gradient.compiled.n_rank_means:
+    if rank_gradient.compiled.n_rank_means:
         return None  # the host takes part within the launch, and has to wait for its end
-    computation = gradient.computation
-    if not gradient.has_rows or gradient.call.is_sliced:
+    computation = rank_gradient.computation
+    if not rank_gradient.has_rows or rank_gradient.call.is_sliced:
         return None
-    if gradient.call.needs_compile and computation.compile_order == CompileOrder.AT_FIRST_CALL:
+    if rank_gradient.call.needs_compile and computation.compile_order == CompileOrder.AT_FIRST_CALL:
         return None  # the master makes this call first, alone: in a fused launch it would wait for the others
     runners = []
-    for update in updates:
-        if update.computation.engine is not computation.engine:
+    for rank_update in rank_updates:
+        if rank_update.computation.engine is not computation.engine:
             return None
-        runners.append(update.compiled.runner)
-    return computation.engine.fuse_step(rank, gradient.compiled.runner, exchange, runners, n_steps)
+        runners.append(rank_update.compiled.runner)
+    return computation.engine.fuse_step(rank, rank_gradient.compiled.runner, exchange, runners, n_steps)
 
 
 class _ShardedStepCommandFields(NamedTuple):
     """Fields of `ShardedStepCommand`; a named tuple cannot have a second base class."""
 
     #: Call that writes the gradients of all ranks' shards into a matrix.
-    gradient: Call
+    gradient_call: Call
     #: Call that replaces the gradient in this rank's row by new parameters.
-    shard_update: Call
+    shard_update_call: Call
     #: Call that sets the parameters to those in the matrix.
-    parameter_update: Call
+    parameter_update_call: Call
     #: Keys of variables: the matrix, this rank's row of it, this rank's number, its shards of the optimizer's state.
     matrix_key: Any
     row_key: Any
     rank_number_key: Any
     state_keys: tuple[Any, ...]
-    #: Whether ``shard_update`` reads the reduced gradient of all rows from the matrix.
+    #: Whether ``shard_update_call`` reads the reduced gradient of all rows from the matrix.
     gathers_gradient: bool
     #: Number of steps.  The rows of each rank are ordered by steps.
     n_steps: int = 1
@@ -199,18 +206,18 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
 
     def run(self, rank: Rank) -> tuple[Any, list[Any]] | None:
         """Take the steps.  Return the gradient's outputs, or None if a single step has to be taken instead."""
-        gradient, shard_update, parameter_update = (
-            call.bind_to_rank(rank) for call in (self.gradient, self.shard_update, self.parameter_update)
+        rank_gradient, shard_update, parameter_update = (
+            call.bind_to_rank(rank) for call in (self.gradient_call, self.shard_update_call, self.parameter_update_call)
         )
         # At its first call a rank may have to wait until another rank has compiled the function.  Means over ranks are
         # exchanged between the launches of a single step.
-        if self.n_steps > 1 and (self.gradient.needs_compile or gradient.compiled.n_rank_means):
+        if self.n_steps > 1 and (self.gradient_call.needs_compile or rank_gradient.compiled.n_rank_means):
             return None
         self._store_rank_number(rank)
         if self.n_steps == 1 and get_rank_device(rank).needs_gpu:
-            fused_runner = fuse_calls(rank, self, gradient, [shard_update, parameter_update])
+            fused_runner = fuse_calls(rank, self, rank_gradient, [shard_update, parameter_update])
             if all(rank.all_gather_unless_equal(fused_runner is not None)):
-                return gradient.run(fused_runner), []
+                return rank_gradient.run(fused_runner), []
 
         variables = rank.get_object(self.matrix_key), rank.get_object(self.row_key)
 
@@ -228,9 +235,9 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
             return outputs
 
         if self.n_steps == 1:
-            return take_step(lambda: gradient.run(records_effect=False)), []
-        runner = gradient.compiled.runner
-        return gradient.run(
+            return take_step(lambda: rank_gradient.run(records_effect=False)), []
+        runner = rank_gradient.compiled.runner
+        return rank_gradient.run(
             _StepRunner(lambda *inputs: take_step(lambda: runner(*inputs)), self.n_steps, runner.numpy_inputs)
         ), []
 

@@ -60,12 +60,16 @@ _MAX_SHARDED_STEPS = 256
 _LONG_STEP_NBYTES = 4 << 20
 
 
-class _Sharding(NamedTuple):
-    """Variables of a step with a sharded optimizer: this rank's row, this rank's number, its shards of the state."""
+class _ShardedStepVariables(NamedTuple):
+    """Shared variables of a step with a sharded optimizer."""
 
+    #: This rank's row of the gradients.
     row: SharedVariable
+    #: This rank's number.
     rank_number: SharedVariable
+    #: This rank's shards of the optimizer's state.
     state_shards: list[SharedVariable]
+    #: Whether the update of a shard reads the reduced gradient of all rows.
     gathers_gradient: bool
 
 
@@ -94,7 +98,7 @@ class TrainFunction:
 
     def _compile(self, graph: TrainingGraph) -> None:
         """Make the functions, and the variables of a sharded optimizer, for the present number of ranks."""
-        rule_updates, self._n_tail = append_averaged_updates(graph.rule_updates, graph.extra_updates, graph.x[0])
+        rule_updates, self._n_tail_items = append_averaged_updates(graph.rule_updates, graph.extra_updates, graph.x[0])
         sharded_updates, n_ranks = None, ranks.get_session().size
         if graph.options.shard_optimizer and n_ranks > 1:
             sharded_updates = ShardedUpdates(
@@ -126,16 +130,16 @@ class TrainFunction:
         if sharded_updates is not None:
             self._update_functions.append(function([], updates=sharded_updates.whole_updates, name="train_gather"))
         zeros = get_library(grad_shared).tensor.zeros_like(grad_shared)
-        self._clear_gradient = function([], updates=[(grad_shared, zeros)], name="train_clear")
+        self._clear_gradient_function = function([], updates=[(grad_shared, zeros)], name="train_clear")
         # Set after the functions: deepcopy copies attributes in order, and functions have to copy the variables.
         self.grad_shared = grad_shared
         sharded_variables = {} if sharded_updates is None else sharded_updates.sharded_variables
         self._optimizer = OptimizerState(graph.optimizer_state, sharded_variables, n_ranks if sharded_updates else None)
         self.optimizer_state = self._optimizer.variables
-        self._sharding: _Sharding | None = None
+        self._sharded_step_variables: _ShardedStepVariables | None = None
         if sharded_updates is not None:
             state_shards = [variable.shard for variable in sharded_variables.values()]
-            self._sharding = _Sharding(
+            self._sharded_step_variables = _ShardedStepVariables(
                 sharded_updates.row, sharded_updates.rank_number, state_shards, sharded_updates.gathers_gradient
             )
 
@@ -335,10 +339,10 @@ class TrainFunction:
             rows = assign_rows([batch for batch, _ in steps], length, session.size)
         losses: list[WeightedLoss] = []
         try:
-            for start, stop in group_steps(rows, self._find_max_steps_per_launch(arrays, rows, num_slices)):
-                fused_losses = self._take_fused_steps(arrays, rows[start:stop])
-                if fused_losses is not None:
-                    losses += fused_losses
+            for start, stop in group_steps(rows, self._find_max_steps_per_command(arrays, rows, num_slices)):
+                group_losses = self._take_steps_in_one_command(arrays, rows[start:stop])
+                if group_losses is not None:
+                    losses += group_losses
                     continue
                 for batch, batch_s in steps[start:stop]:
                     losses.append(self._take_step(arrays, batch, batch_s, num_slices))
@@ -354,7 +358,7 @@ class TrainFunction:
         assert losses is not None  # every rank can take a single step
         return losses[0]
 
-    def _take_fused_steps(self, arrays: list[Array], rows: Sequence[StepRows]) -> list[WeightedLoss] | None:
+    def _take_steps_in_one_command(self, arrays: list[Array], rows: Sequence[StepRows]) -> list[WeightedLoss] | None:
         """Take steps in one command.  Return their losses, or None if they have to be taken one by one."""
         if len(rows) == 1:
             return None
@@ -362,17 +366,17 @@ class TrainFunction:
         batch, batch_s = (None, by_rank) if self._graph.sliceable else (np.concatenate(by_rank), None)
         return self._run_step_command(arrays, batch, batch_s, 1, len(rows))
 
-    def _find_max_steps_per_launch(self, arrays: list[Array], rows: Sequence[StepRows], num_slices: int) -> int:
-        """Return the maximal number of steps in a launch, or 1 if steps cannot share a launch."""
+    def _find_max_steps_per_command(self, arrays: list[Array], rows: Sequence[StepRows], num_slices: int) -> int:
+        """Return the maximal number of steps in a command, or 1 if steps cannot share one."""
         if isinstance(num_slices, bool) or not isinstance(num_slices, int | np.integer) or num_slices != 1:
             return 1  # a single step also raises the error for an invalid number
         longest = max((len(indexes) for step in rows if step is not None for indexes in step), default=0)
         if not longest:
-            return 1  # no step can share a launch; the data may not even have shapes
+            return 1  # no step can share a command; the data may not even have shapes
         engine, max_repeats = get_dispatcher(self.gradient).computation.engine, _MAX_SHARDED_STEPS
-        if self._sharding is not None and engine.device is not NUMPY:
+        if self._sharded_step_variables is not None and engine.device is not NUMPY:
             return 1  # slicing the rows of a step out of an array on a GPU takes longer than a command
-        if self._sharding is None:
+        if self._sharded_step_variables is None:
             max_repeats = engine.get_max_repeats(np.dtype(self.grad_shared.type.dtype))
         # If the data are in shared variables, a row has no bytes here, since each step takes its rows on the device.
         row_nbytes = sum(int(np.prod(np.shape(a)[1:])) * np.dtype(getattr(a, "dtype", float)).itemsize for a in arrays)
@@ -392,76 +396,88 @@ class TrainFunction:
         with session.call_lock:
             session.begin_call()
             dispatcher = get_dispatcher(self.gradient)
-            updates = [get_dispatcher(update) for update in self._update_functions]
-            gradient = dispatcher.build_call(session, arrays, batch=batch, batch_s=batch_s, num_slices=num_slices)
-            has_rank_without_rows = self._has_rank_without_rows(session, gradient, batch)
-            if has_rank_without_rows:
+            update_dispatchers = [get_dispatcher(update) for update in self._update_functions]
+            gradient_call = dispatcher.build_call(session, arrays, batch=batch, batch_s=batch_s, num_slices=num_slices)
+            every_rank_has_rows = self._check_rows(session, gradient_call, batch)
+            if not every_rank_has_rows:
                 # A rank without rows does not write its vector, which would still hold an earlier step's values.
-                clear = get_dispatcher(self._clear_gradient)
+                clear = get_dispatcher(self._clear_gradient_function)
                 call = clear.build_call(session)
                 clear.finish_call(session, call, session.run(call))
-            calls = [update.build_call(session) for update in updates]
+            update_calls = [update.build_call(session) for update in update_dispatchers]
             command: StepCommand | ShardedStepCommand
-            if self._sharding is None:
-                command = self._make_step_command(session, gradient, calls[0], n_steps, not has_rank_without_rows)
+            if self._sharded_step_variables is None:
+                command = self._make_step_command(session, gradient_call, update_calls[0], n_steps, every_rank_has_rows)
             else:
-                command = self._make_sharded_step_command(session, self._sharding, gradient, calls, n_steps)
+                command = self._make_sharded_step_command(
+                    session, self._sharded_step_variables, gradient_call, update_calls, n_steps
+                )
             results = session.run(command)
             if results is None:
                 return None
-            gradient_outputs, update_outputs = results
-            for update, call in zip(updates, calls, strict=True):
-                update.finish_call(session, call, update_outputs)
-            outputs = dispatcher.finish_call(session, gradient, gradient_outputs)
+            gradient_outputs, _ = results
+            for update, call in zip(update_dispatchers, update_calls, strict=True):
+                update.finish_call(session, call, [])  # updates have no outputs
+            outputs = dispatcher.finish_call(session, gradient_call, gradient_outputs)
         weights = outputs[n_steps:] or [None] * n_steps
         return list(zip(outputs[:n_steps], weights, strict=True))
 
     def _make_step_command(
-        self, session: ranks.Session, gradient: Call, update: Call, n_steps: int, every_rank_has_rows: bool
+        self, session: ranks.Session, gradient_call: Call, update_call: Call, n_steps: int, every_rank_has_rows: bool
     ) -> StepCommand:
         """Make the command of steps with an unsharded optimizer."""
         all_reduce = prepare_command(session, self.grad_shared, AllReduceValues, ("avg", True))
-        can_fuse = every_rank_has_rows and not gradient.is_sliced
+        can_fuse = every_rank_has_rows and not gradient_call.is_sliced
         return StepCommand(
-            gradient,
+            gradient_call,
             all_reduce,
-            update,
+            update_call,
             self._exchange_dtype,
-            n_tail_items=self._n_tail,
+            n_tail_items=self._n_tail_items,
             n_steps=n_steps,
             every_rank_has_rows=every_rank_has_rows,
             skips_plan_check=can_fuse and can_skip_plan_check(session.rank, all_reduce),
         )
 
     def _make_sharded_step_command(
-        self, session: ranks.Session, sharding: _Sharding, gradient: Call, updates: Sequence[Call], n_steps: int
+        self,
+        session: ranks.Session,
+        step_variables: _ShardedStepVariables,
+        gradient_call: Call,
+        update_calls: Sequence[Call],
+        n_steps: int,
     ) -> ShardedStepCommand:
         """Make the command of steps with a sharded optimizer."""
-        variables = [self.grad_shared, sharding.row, sharding.rank_number, *sharding.state_shards]
+        variables = [
+            self.grad_shared,
+            step_variables.row,
+            step_variables.rank_number,
+            *step_variables.state_shards,
+        ]
         matrix_key, row_key, rank_number_key, *state_keys = distribute_variables(session, variables)
         return ShardedStepCommand(
-            gradient,
-            updates[0],
-            updates[1],
+            gradient_call,
+            update_calls[0],
+            update_calls[1],
             matrix_key,
             row_key,
             rank_number_key,
             tuple(state_keys),  # a command is hashable, so that its pickle is cached
-            sharding.gathers_gradient,
+            step_variables.gathers_gradient,
             n_steps,
         )
 
-    def _has_rank_without_rows(self, session: ranks.Session, gradient: Call, batch: BatchArgument) -> bool:
-        """Whether some rank has no rows to compute.
+    def _check_rows(self, session: ranks.Session, gradient_call: Call, batch: BatchArgument) -> bool:
+        """Raise ValueError if no rank has rows to compute.  Return True if every rank has some.
 
-        A command is run if only the ranks know their numbers of rows.  ValueError is raised if no rank has any rows.
+        If only the ranks know their numbers of rows, this runs a command.
         """
         n_ranks = session.size
-        if gradient.n_rows is not None:
-            if not gradient.n_rows:
+        if gradient_call.n_rows is not None:
+            if not gradient_call.n_rows:
                 raise ValueError(f"batch: expected at least one row, got {batch!r}")
-            return gradient.n_rows < n_ranks
-        selections = gradient.batch_s or (slice(None),) * n_ranks
+            return gradient_call.n_rows >= n_ranks
+        selections = gradient_call.batch_s or (slice(None),) * n_ranks
         lengths = [0] * n_ranks
         if any(isinstance(selection, slice) for selection in selections):
             layouts = session.run(GetLayouts(distribute_variables(session, self._graph.sliceable)))
@@ -472,7 +488,7 @@ class TrainFunction:
         ]
         if not any(counts):
             raise ValueError("batch_s: expected at least one row on some rank, got none")
-        return not all(counts)
+        return all(counts)
 
 
 def make_train_function(

@@ -129,7 +129,7 @@ class RecoveryPolicy(DeathPolicy):
 
         result = self.run_idempotent(call)
         self.step += steps
-        self._death_limit.reset_deaths_since_copy()
+        self._death_limit.restart_counts()
         return result
 
     def refresh_copy(self) -> None:
@@ -228,7 +228,7 @@ class RecoveryPolicy(DeathPolicy):
             message = f"{description}; the master can't be left out"
             raise WorkerError(message, death.rank, description=description) from error
         _log.warning("%s %s; training continues without ranks %s", peer, death.exit_description, ranks_to_remove)
-        self._death_limit.reset_deaths_since_copy()
+        self._death_limit.restart_counts()
         return ranks_to_remove
 
     def _restore(self, ranks_to_remove: Sequence[int]) -> None:

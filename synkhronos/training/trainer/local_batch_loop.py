@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.exchange_rules import ExchangeState
+from synkhronos.exchange_rules.state import BATCHES_KEY
 from synkhronos.loading.loader import LoaderRows
 from synkhronos.programs import LocalFunction, LocalRows, RankContext
 from synkhronos.programs.rank_context import BATCH_COUNTS_LOCK
@@ -101,7 +102,7 @@ class LocalBatchLoop(TrainerBatchLoop):
         position = plan.start
         while position < plan.stop:
             n_full_rounds = (plan.stop - position) // (plan.batch_size * n_ranks)
-            n_rounds = max(1, min(self.periodic_exchange.update_steps_left(), self.max_steps_per_launch, n_full_rounds))
+            n_rounds = max(1, min(self.periodic_exchange.restart_countdown(), self.max_steps_per_launch, n_full_rounds))
             end = min(plan.stop, position + n_rounds * n_ranks * plan.batch_size)
             starts = [position + (i * n_ranks + number) * plan.batch_size for i in range(n_rounds)]
             yield BatchGroup(position, starts, end)
@@ -112,7 +113,7 @@ class LocalBatchLoop(TrainerBatchLoop):
         plan, n_ranks, counts = self.plan, self.context.size, self._batch_counts
         group = next(group for group in plan.rank_groups if self.context.number in group)
         while True:
-            n_batches = min(self.periodic_exchange.update_steps_left(), self.max_steps_per_launch)
+            n_batches = min(self.periodic_exchange.restart_countdown(), self.max_steps_per_launch)
             with self.meter.time_activity("load"), self.context.lock(n_ranks + BATCH_COUNTS_LOCK) as lock:
                 lock.pull(counts.rows)
                 n_taken = counts.get_count(group)
@@ -158,7 +159,7 @@ class LocalBatchLoop(TrainerBatchLoop):
     def _launch_steps(self, rows: list[Any]) -> list[tuple[Any, Any]]:
         data, state = self.source.data, self.state
         if state.n_average_items:
-            state.own["batches"] = state.own.get("batches", 0.0) + sum(map(len, rows)) / self.plan.batch_size
+            state.own[BATCHES_KEY] = state.own.get(BATCHES_KEY, 0.0) + sum(map(len, rows)) / self.plan.batch_size
         if len(rows) > 1 and len({len(array) for array in rows}) == 1:
             all_rows = np.concatenate(rows)
             outputs = self._step.launch_many(len(rows), *(array[all_rows] for array in data))
@@ -190,7 +191,7 @@ class LocalBatchLoop(TrainerBatchLoop):
         self.periodic_exchange.run()
         self._unexchanged_weights = []
         if self.state.n_average_items:
-            self.state.own["batches"] = 0.0
+            self.state.own[BATCHES_KEY] = 0.0
 
 
 def take_local_steps(

@@ -175,7 +175,7 @@ class Trainer:
         exactly once.  ``report.deaths`` describes the deaths.  :ref:`deaths` has the details: ranks that can't start
         again, JAX and CUDA, several hosts.
         """
-        loader = self._check_loader(x_data, y_data)
+        loader = self._get_loader(x_data, y_data)
         if loader is not None:
             set_row_dtypes(loader, [*self._model.graph.x, *self._model.graph.y])
         data, count = ([], len(loader)) if loader else self._make_data(x_data, y_data, "x_data, y_data")
@@ -217,7 +217,7 @@ class Trainer:
             shows_progress_bar=check_flag(progress, "progress"),
             death_policy=death_policy,
         )
-        return self._iterate_reports(loop, resume, grace)
+        return self._train_and_report(loop, resume, grace)
 
     def _make_validation_data(self, valid: Any) -> tuple[list[Data], int] | Loader | None:
         """Return the validation data and their number of rows, or their loader."""
@@ -241,7 +241,7 @@ class Trainer:
         if keep_best is not None and keep_best[0] not in names:
             raise ValueError(f"checkpoints: keep_best expects one of {', '.join(names)}, got {keep_best[0]!r}")
 
-    def _iterate_reports(self, loop: TrainerReportLoop, resume: object, grace: float) -> Iterator[Report]:
+    def _train_and_report(self, loop: TrainerReportLoop, resume: object, grace: float) -> Iterator[Report]:
         checkpoints = loop.checkpoints
         with contextlib.ExitStack() as stack:
             if checkpoints is not None:
@@ -256,7 +256,7 @@ class Trainer:
                     reason = "an earlier call has stopped by patience"
                 warnings.warn(f"Trainer.epochs() has nothing left to train: {reason}", RuntimeWarning, stacklevel=2)
             stack.enter_context(loop.death_policy.enable_recovery())
-            yield from loop.iterate_reports()
+            yield from loop.train_and_report()
             if checkpoints is not None and get_requested_stop():
                 raise SystemExit(128 + get_requested_stop())
 
@@ -290,7 +290,7 @@ class Trainer:
 
     # -- data ------------------------------------------------------------------------------------------------
 
-    def _check_loader(self, x_data: object, y_data: object) -> Loader | None:
+    def _get_loader(self, x_data: object, y_data: object) -> Loader | None:
         """Return the data's loader, or None for arrays.  Raise TypeError or ValueError if it can't be used."""
         if not isinstance(x_data, Loader):
             if isinstance(y_data, Loader):

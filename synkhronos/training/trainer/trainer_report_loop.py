@@ -99,7 +99,10 @@ class TrainerReportLoop(ReportLoop):
             with self.session.call_lock:
                 self.session.begin_call()
                 Replicator.get_or_create(self.session).warn_of_master_values(
-                    "Trainer.epochs()", {*state.variables.exchanged, *state.variables.whole_optimizer}, (), stacklevel=4
+                    "Trainer.epochs()",
+                    {*state.variables.exchanged_variables, *state.variables.unsharded_optimizer_state},
+                    (),
+                    stacklevel=4,
                 )
         self.batch_counts = make_data(shape=(self.session.size + 1,), dtype="int64")
         self.data.allocate_row_order()

@@ -71,7 +71,7 @@ class TrainerState:
     ):
         self.spec, self.variables, self._sharded_step = spec, spec.variables, sharded_step
         if sharded_step is not None:
-            self.spec = replace(spec, variables=replace(spec.variables, optimizer=None))
+            self.spec = replace(spec, variables=replace(spec.variables, optimizer_state=None))
         self._update_rule = update_rule
         self._session: Any = None
         self.position, self.rate = TrainerPosition(), math.nan
@@ -91,7 +91,7 @@ class TrainerState:
         spec = self.spec
         spec.shared_arrays = {}
         if not spec.is_joint:
-            vector = FlatVariables(spec.variables.exchanged)
+            vector = FlatVariables(spec.variables.exchanged_variables)
             spec.shared_arrays = allocate_shared_arrays(
                 spec.exchange_rule, ranks.get_session().size, vector.size, vector.dtype
             )
@@ -102,12 +102,12 @@ class TrainerState:
     def gather_sharded_optimizer_state(self) -> np.ndarray | None:
         """Return the variables of a sharded optimizer, gathered into one vector, or None if it is not sharded."""
         step = self._sharded_step
-        return None if step is None else step.gather_state_vector(self.variables.whole_optimizer)
+        return None if step is None else step.gather_state_vector(self.variables.unsharded_optimizer_state)
 
     def set_sharded_optimizer_state(self, vector: np.ndarray | None) -> None:
         """Divide the vector from `gather_sharded_optimizer_state` among the present ranks, unless it is None."""
         if self._sharded_step is not None and vector is not None:
-            self._sharded_step.set_state_vector(self.variables.whole_optimizer, vector)
+            self._sharded_step.set_state_vector(self.variables.unsharded_optimizer_state, vector)
 
     def save(self, checkpoints: CheckpointFolder, data: EpochData, schedule: Schedule, n_rows_seen: int) -> None:
         """Write a checkpoint of all ranks.  Its metrics are those of a report, if it follows one directly."""
