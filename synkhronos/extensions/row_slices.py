@@ -188,7 +188,7 @@ class ComputeSlices(_ComputeSlicesFields, Command):
         if rank.spans_hosts:
             assert isinstance(slice_numbers, range)
             total = np.add.reduce(table[slice_numbers.start : slice_numbers.stop], axis=0)
-            # The outputs are added, not averaged: the number of rows only says whether the rank has any.
+            # The outputs are added, not averaged, so any positive number of rows has the same effect.
             return RankOutputs(len(slice_numbers), [total], compiled.output_spec).reduce(rank)
         return None
 
