@@ -162,7 +162,7 @@ class Executable(Runner):
         return self if n_repeats == 1 else self.fuse(n_repeats=n_repeats)
 
     def record_signature(self, inputs: Sequence[Any]) -> bool:
-        """Record the inputs' shapes.  Return True if they are new, so that XLA compiles for them."""
+        """Return True if the inputs' shapes are new, so that XLA compiles for them, and record them."""
         signature = tuple([getattr(value, "shape", ()) for value in inputs])
         if signature in self._signatures:
             return False
