@@ -23,7 +23,7 @@ from synkhronos.lowering.jax_function import JaxFunction
 from synkhronos.lowering.precision import COMPILER_OPTIONS, is_bfloat16_requested
 from synkhronos.ranks.interrupts import defer_signals
 
-#: Fused executables that a function caches, the most recently used ones.
+#: Fused executables that an executable caches, the most recently used ones.
 _MAX_FUSED_EXECUTABLES = 16
 
 
