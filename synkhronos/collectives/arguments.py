@@ -69,22 +69,6 @@ def _check_variable(replicator: Replicator, variable: SharedVariable, allow_gene
         )
 
 
-def distribute_variables(
-    session: Session, variables: Sequence[SharedVariable], makes_ranks_differ: bool = False
-) -> tuple[Any, ...]:
-    """Send a collective's variables to the workers that lack them, and return the variables' keys.
-
-    Callers first check all arguments, since a call that raises must not send copies to the workers.
-    ``makes_ranks_differ`` is whether the collective gives each rank values of its own.
-    """
-    replicator = Replicator.get_or_create(session)
-    replicator.record_collective(variables, makes_ranks_differ)
-    missing = [variable for variable in variables if replicator.get_key(variable) is None]
-    if missing:
-        replicator.send([], missing)
-    return tuple(replicator.get_key(variable) for variable in variables)
-
-
 def has_generator_object(variable: SharedVariable) -> bool:
     """Whether a shared variable is a random generator whose value is an object rather than an array."""
     library = get_library(variable)

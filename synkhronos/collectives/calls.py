@@ -19,7 +19,6 @@ from synkhronos.collectives.arguments import (
     check_shape,
     copy_rank_selections_to_shared,
     copy_selection_to_shared,
-    distribute_variables,
     has_generator_object,
     match_values,
     parse_variables,
@@ -45,7 +44,7 @@ from synkhronos.data.rows import BatchArgument, select_rows, split_selection
 from synkhronos.graph_libraries import get_library
 from synkhronos.ranks import Command, Session
 from synkhronos.replication.random_streams import record_new_seeds
-from synkhronos.replication.replicator import CollectiveCache
+from synkhronos.replication.replicator import CollectiveCache, distribute_variables
 from synkhronos.variable_types import SharedVariable, SharedVariables
 
 C = TypeVar("C", bound=Command)

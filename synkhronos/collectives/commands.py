@@ -551,7 +551,7 @@ class _StartedAllReduce(PendingOperation):
         rank, plan = self._rank, self.plan
         if plan is None:
             return
-        if (rank.barriers.read_last_common(command_number) or 0) >= self._barrier_number:
+        if (rank.barriers.read_last_common_barrier(command_number) or 0) >= self._barrier_number:
             if rank.has_equal_digests(self._barrier_number):
                 self.store()
             else:

@@ -50,7 +50,7 @@ class Runner:
         return [] if result is None else list(result) if isinstance(result, list | tuple) else [result]
 
     def record_signature(self, inputs: Sequence[Any]) -> bool:
-        """Record the inputs' shapes.  Return True if they are new, so that the engine compiles for them."""
+        """Return True if the inputs' shapes are new, so that the engine compiles for them, and record them."""
         return False
 
     def wait(self, results: Sequence[Any]) -> None:

@@ -16,7 +16,6 @@ from pytensor.graph.basic import Constant, Variable
 from pytensor.tensor import TensorType
 
 from synkhronos.checks import describe
-from synkhronos.collectives.arguments import distribute_variables
 from synkhronos.collectives.calls import scatter
 from synkhronos.data import Data
 from synkhronos.data.array import ReadOnlyData
@@ -25,6 +24,7 @@ from synkhronos.devices import NUMPY, Device
 from synkhronos.extensions.row_slices import SlicedSum, compute_queued_slice_bounds, compute_slice_bounds_by_rank
 from synkhronos.graph_libraries import get_library
 from synkhronos.ranks import Command, Rank, Session
+from synkhronos.replication.replicator import distribute_variables
 
 __all__ = ["ComputedRows", "DistributedRows", "get_rows", "get_values"]
 

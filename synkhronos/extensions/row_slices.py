@@ -21,7 +21,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from synkhronos.collectives.arguments import distribute_variables
 from synkhronos.data.data_access import copy_to_shared, get_array_location
 from synkhronos.data.rows import get_share_bounds
 from synkhronos.function.call import Call
@@ -29,6 +28,7 @@ from synkhronos.function.dispatcher import Dispatcher
 from synkhronos.function.outputs import RankOutputs
 from synkhronos.graph_libraries.library import get_storage
 from synkhronos.ranks import ArrayLocation, Command, Rank, Session
+from synkhronos.replication.replicator import distribute_variables
 
 __all__ = [
     "PreparedSum",

@@ -73,7 +73,7 @@ class _CallFields(NamedTuple):
     #: A broadcast input is an `ArrayLocation`; every rank reads all of its rows.
     inputs: tuple[ScatteredInput | ArrayLocation, ...]
     #: Number of selected rows of all ranks together; None if no input is scattered.
-    n_rows: int | None
+    n_total_rows: int | None
     #: Selected rows of the sliceable shared variables, one selection for each rank; None for all rows.
     batch_s: tuple[slice | ArrayLocation, ...] | None
     #: Number of slices in which each rank computes its rows.
@@ -108,9 +108,9 @@ class Call(_CallFields, Command):
 
     def run(self, rank: Rank) -> Any:
         """Run the computation on this rank; see `RankCall.run`."""
-        return self.bind_to_rank(rank).run()
+        return self.compile_and_bind(rank).run()
 
-    def bind_to_rank(self, rank: Rank) -> RankCall:
+    def compile_and_bind(self, rank: Rank) -> RankCall:
         """Compile the variant if needed, and return the call with this rank's rows; a collective operation.
 
         Ranks may wait for each other while they compile, so all call this at the same point of a command.
@@ -157,7 +157,7 @@ class RankCall:
         self.output_values: list[Any] = []
         #: Number of rows to compute: the weight of the outputs in a mean.  1 if the function has no inputs with rows.
         self.n_rows = 1
-        if call.n_rows is not None:
+        if call.n_total_rows is not None:
             first_share = self._shares[0]  # scattered inputs come first
             assert first_share is not None
             self.n_rows = len(first_share)
@@ -172,6 +172,7 @@ class RankCall:
 
         A `fused_runner` takes the place of the function's own; it launches a program that contains the function.
         ``records_effect`` is False if the function's updates are not the command's effect.
+
         Return the result of `Engine.reduce_or_store_outputs`, or the reduced outputs if `Call.must_reduce_outputs`.
         """
         rank, call, n_rank_means = self._rank, self.call, self.compiled.n_rank_means
@@ -179,7 +180,7 @@ class RankCall:
             self._runner = fused_runner
         if n_rank_means:
             self._check_rank_means()
-        if self.has_rows or (call.n_rows == 0 and rank.is_master):
+        if self.has_rows or (call.n_total_rows == 0 and rank.is_master):
             if call.needs_compile:
                 self._compute_first_time()
             else:
@@ -210,7 +211,7 @@ class RankCall:
                     "rows (rank_mean, sync=True), and a slice has other means than the batch"
                 )
             )
-        if call.n_rows == 0:
+        if call.n_total_rows == 0:
             self._rank.raise_common_error(
                 ValueError("batch: expected at least one row for a mean over ranks, got none")
             )
@@ -239,7 +240,7 @@ class RankCall:
         if n_repeats > 1:
             return RankOutputs(self.n_rows // n_repeats, self.output_values, spec.repeat(n_repeats))
         return RankOutputs(
-            self.n_rows, self.output_values, spec, self._compute_zero_rows if self.call.n_rows is None else list
+            self.n_rows, self.output_values, spec, self._compute_zero_rows if self.call.n_total_rows is None else list
         )
 
     def _compute_zero_rows(self) -> list[Any]:
@@ -297,7 +298,7 @@ class RankCall:
         for i in range(n_slices):
             rows = [None if selection is None else selection[i] for selection in slices]
             sliceable_rows = None if sliceable_slices is None else sliceable_slices[i]
-            counted_rows = sliceable_rows if call.n_rows is None else rows[0]
+            counted_rows = sliceable_rows if call.n_total_rows is None else rows[0]
             n_rows = 1 if counted_rows is None else len(counted_rows)
             values = self._launch(rows, sliceable_rows)
             for accumulator, value in zip(accumulators, values, strict=True):

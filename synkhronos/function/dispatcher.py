@@ -46,7 +46,7 @@ class Dispatcher:
         self._replicator: Replicator
         self._n_values_set_on_master = 0
         #: Shared variables that the function reads, and those that it updates.
-        self._read_and_written: tuple[set[Any], set[Any]] | None = None
+        self._accessed_shareds: tuple[set[Any], set[Any]] | None = None
 
     # -- calls -----------------------------------------------------------------------------------------------
 
@@ -185,7 +185,7 @@ class Dispatcher:
         if self.distributed_session is not session:
             _distribute(session, [self])
 
-    def finish_distribution(self, session: Session) -> None:
+    def record_distribution_and_move_shareds(self, session: Session) -> None:
         """Record that the workers have the computation, and move the master's shared variables to its device."""
         self.distributed_session, self._replicator = session, Replicator.get_or_create(session)
         self._n_values_set_on_master = 0
@@ -199,9 +199,9 @@ class Dispatcher:
     def _warn_of_master_values(self) -> None:
         """Warn of values that the user has set since the last call, if the function reads them."""
         computation, self._n_values_set_on_master = self.computation, self._replicator.n_values_set_on_master
-        if self._read_and_written is None:
-            self._read_and_written = set(computation.list_read_shareds()), {shared for shared, _ in computation.updates}
-        self._replicator.warn_of_master_values(computation.name, *self._read_and_written)
+        if self._accessed_shareds is None:
+            self._accessed_shareds = set(computation.list_read_shareds()), {shared for shared, _ in computation.updates}
+        self._replicator.warn_of_master_values(computation.name, *self._accessed_shareds)
 
     def _handle_worker_replacement(self) -> None:
         """Schedule the computation again if the workers were replaced by new processes; forks have inherited it."""
@@ -249,5 +249,5 @@ def _distribute(session: Session, dispatchers: Sequence[Dispatcher]) -> None:
         for computation in computations:
             computation.user_code = code
     for dispatcher in dispatchers:
-        dispatcher.finish_distribution(session)
+        dispatcher.record_distribution_and_move_shareds(session)
         session.registry.get_or_create(_ScheduledDispatchers).discard(dispatcher)

@@ -37,7 +37,7 @@ class CallInputWriter:
     def __init__(self, computation: Computation):
         self.computation = computation
         self._buffers = SharedBuffers()
-        self._names = [
+        self._labels = [
             f"input {i} ({spec.name or spec.variable}) of {computation.name}"
             for i, spec in enumerate(computation.inputs)
         ]
@@ -113,7 +113,7 @@ class CallInputWriter:
 
     def _to_checked_input(self, position: int, value: Any, session: Session) -> Data | np.ndarray:
         """Check an input's value, and convert it to an array of the input's dtype if it is not a Data object."""
-        spec, name = self.computation.inputs[position], self._names[position]
+        spec, name = self.computation.inputs[position], self._labels[position]
         variable_type = spec.variable.type
         if isinstance(value, Data):
             check_session(value, session, name)

@@ -28,7 +28,7 @@ from synkhronos import ranks
 from synkhronos.casts import as_numbers, check_cast
 from synkhronos.checks import check_at_least, check_choice, check_flag, check_index, describe, suggest_keywords
 from synkhronos.data import Data
-from synkhronos.data.data_access import create_with_file
+from synkhronos.data.data_access import create_data_with_file
 from synkhronos.devices import Selection
 from synkhronos.graph_libraries import get_library
 from synkhronos.loading.augment import make_row_generator
@@ -528,7 +528,7 @@ def _reap_abandoned() -> None:
 def _allocate_array(shape: tuple[int, ...], dtype: np.dtype, in_session: bool) -> tuple[Any, Any]:
     """Allocate memory that loader processes can map.  Return an array, or in a session Data, and the memory's file."""
     if in_session:
-        return create_with_file(shape, dtype, "batches")
+        return create_data_with_file(shape, dtype, "batches")
     nbytes = max(1, math.prod(shape) * dtype.itemsize)
     file = create_unlinked_file(nbytes)
     return Segment(0, file.fileno(), nbytes).view_array(shape, dtype), file

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import cloudpickle
 
 from synkhronos import ranks
-from synkhronos.collectives.arguments import distribute_variables
 from synkhronos.collectives.commands import gather_pickles
 from synkhronos.data import Data
 from synkhronos.data.data_access import check_session, get_array_location, is_published
@@ -30,6 +29,7 @@ from synkhronos.programs.rank_context import RankContext
 from synkhronos.ranks import ArrayLocation, Command, Rank, Session
 from synkhronos.ranks.program_memory import ProgramMemoryLayout
 from synkhronos.ranks.program_peers import ProgramPeers
+from synkhronos.replication.replicator import distribute_variables
 
 #: Number of locks for any use, in addition to one for each rank's host; see `RankContext.lock`.
 _N_EXTRA_LOCKS = 8

@@ -9,7 +9,7 @@ from synkhronos.ranks.current_session import (
     close_session,
     get_inherited_session,
     get_last_death,
-    get_last_host,
+    get_last_host_and_n_ranks,
     get_session,
     start_session,
 )
@@ -38,6 +38,6 @@ __all__ = [
     "get_inherited_session",
     "get_session",
     "get_last_death",
-    "get_last_host",
+    "get_last_host_and_n_ranks",
     "start_session",
 ]

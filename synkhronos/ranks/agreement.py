@@ -45,8 +45,10 @@ from synkhronos.ranks.control_memory import ControlMemory
 #: Low bits of a barrier's number, which count the barriers of a command; the high bits are the command's number.  A
 #: number has 64 bits: a command may be a program that trains for days, and a session may run commands for days.
 BARRIER_BITS = 32
+#: Mask of these low bits.
+BARRIER_MASK = (1 << BARRIER_BITS) - 1
 #: Largest number of barriers in a command, and of commands in a session.
-MAX_BARRIERS, MAX_COMMANDS = (1 << BARRIER_BITS) - 1, (1 << 64 - BARRIER_BITS) - 1
+MAX_BARRIERS, MAX_COMMANDS = BARRIER_MASK, (1 << 64 - BARRIER_BITS) - 1
 
 
 def record_last_common_barrier(words: Any, command_number: int, barrier_number: int) -> None:

@@ -7,7 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from synkhronos.ranks.agreement import BARRIER_BITS, MAX_BARRIERS, read_last_common_barrier, record_last_common_barrier
+from synkhronos.ranks.agreement import (
+    BARRIER_BITS,
+    BARRIER_MASK,
+    MAX_BARRIERS,
+    read_last_common_barrier,
+    record_last_common_barrier,
+)
 from synkhronos.ranks.control_memory import AWAITS_BARRIER, POLL_SECONDS, ControlMemory
 from synkhronos.ranks.errors import Cancelled
 from synkhronos.ranks.interrupts import defer_signals
@@ -26,8 +32,8 @@ class CommandBarriers:
         self.last_arrived = 0
         self._agents_decide = len(control.local_ranks) < control.size
 
-    def end_waits(self) -> None:
-        """End all waits of this process for the other ranks, which have exited: mark the command as failed."""
+    def cancel_all_waits(self) -> None:
+        """Cancel all waits of this process for the other ranks, which have exited: mark the command as failed."""
         self._control.mark_all_done()
         self._agents_decide = False  # the agents have exited
         self.fail_command()
@@ -53,7 +59,7 @@ class CommandBarriers:
     def arrive(self) -> bool:
         """Arrive at the next barrier without waiting for the others.  Return True if all have arrived."""
         control = self._control
-        if self.last_arrived & MAX_BARRIERS == MAX_BARRIERS:  # the next number is one of the next command
+        if self.last_arrived & BARRIER_MASK == MAX_BARRIERS:  # the next number is one of the next command
             raise RuntimeError(f"a command, or a program of synkhronos.run, can have at most {MAX_BARRIERS:,} barriers")
         self.last_arrived += 1
         control.arrived[self._rank_number] = self.last_arrived
@@ -143,7 +149,7 @@ class CommandBarriers:
         """Whether a command is the last one that has failed on some rank."""
         return self._control.words[ControlMemory.FAILED] == command_number
 
-    def read_last_common(self, command_number: int) -> int | None:
+    def read_last_common_barrier(self, command_number: int) -> int | None:
         """Return the number of the last barrier that all ranks reached in a failed command, or None until decided."""
         return read_last_common_barrier(self._control.words, command_number)
 
@@ -151,15 +157,15 @@ class CommandBarriers:
         """Wait until a failed command is decided; see `agreement`."""
 
         def is_decided() -> bool:
-            return self.read_last_common(command_number) is not None
+            return self.read_last_common_barrier(command_number) is not None
 
         self._control.wait(self._rank_number, is_decided, AWAITS_BARRIER, self.check_peers, POLL_SECONDS)
 
-    def wait_for_decision_on(self, number: int) -> bool:
+    def wait_and_check_all_reached(self, number: int) -> bool:
         """Wait until this failed command is decided; return True if all ranks had reached a barrier before the failure.
 
         The answer is the same on all ranks.
         """
         command_number = self.command_number
         self.wait_until_decided(command_number)
-        return (self.read_last_common(command_number) or 0) >= number
+        return (self.read_last_common_barrier(command_number) or 0) >= number

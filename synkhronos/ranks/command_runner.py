@@ -15,7 +15,7 @@ A command is posted by one word in shared memory, `ControlMemory.POSTED`, and fi
     no rank failed: return the master's result
     a rank failed:  cancel pending operations, raise the master's error, or a WorkerError made of the reports
 
-A waiting master checks regularly whether its workers live (`_raise_if_failed_or_late`); a computing one is
+A waiting master checks regularly whether its workers live (`_close_if_failed_or_late`); a computing one is
 interrupted by a signal (`PeerWatch`).  A death closes the session, and the call raises a WorkerError.
 
 If an interrupt ends the master's part, `_wait_for_completion` waits for a moment only, and the workers may still be
@@ -104,18 +104,18 @@ class CommandRunner(ABC):
             group.master_rank,
             group.master_rank,
             group.control,
-            self._raise_if_failed_or_late,
+            self._close_if_failed_or_late,
             ThreadLimit(len(group.control.local_ranks), sets_environment=False),
             group.has_peer_died,
         )
-        self.memory = MemoryTable(self.rank, group.channels, self._execute_when_idle)
+        self.memory = MemoryTable(self.rank, group.channels, self._finish_last_and_run)
         self._set_group(group)
 
     def _set_group(self, group: ProcessGroup) -> None:
         self._group, self._control = group, group.control
         self._mailbox = Mailbox(group.control, group.link, self.memory)
         self._watch = PeerWatch(
-            group.has_peer_died, self._has_pending_operation_between_commands, self._raise_if_peer_or_host_failed
+            group.has_peer_died, self._has_pending_operation_between_commands, self._close_if_failed
         )
 
     @property
@@ -178,7 +178,7 @@ class CommandRunner(ABC):
         Raise WorkerError if a worker raised an exception or died, or raise the exception of the master's own part.
         """
         self.finish_releases()
-        return self.execute(command)
+        return self.run_without_releases(command)
 
     def finish_releases(self) -> None:
         """Release on the workers the objects that the master has released.  The lock has to be held."""
@@ -186,12 +186,12 @@ class CommandRunner(ABC):
         if self.memory.unsent_releases:
             self.memory.synchronize()
 
-    def _execute_when_idle(self, command: Command) -> Any:
+    def _finish_last_and_run(self, command: Command) -> Any:
         self._finish_last_command()
-        return self.execute(command)
+        return self.run_without_releases(command)
 
-    def execute(self, command: Command) -> Any:
-        """Run a command on all ranks.  Return the master's result, or raise the ranks' error.
+    def run_without_releases(self, command: Command) -> Any:
+        """Run a command on all ranks, as `run`, but without releasing objects before.  Return the master's result.
 
         The order is the same whether the master's part succeeds, fails or is interrupted:
 
@@ -209,17 +209,17 @@ class CommandRunner(ABC):
             result, master_error = self._post_and_run_own_part(command, command_number)
             control.done[self.rank.number] = command_number
             if self._watch.has_raised:
-                self._raise_if_peer_or_host_failed()
+                self._close_if_failed()
             is_interrupt = master_error is not None and not isinstance(master_error, Exception)
             # A worker in compiled code may take long to finish; the next call waits for it, or `close` ends it.
             self._wait_for_completion(_INTERRUPTED_GRACE_SECONDS if is_interrupt else None)
             has_failed = control.words[ControlMemory.FAILED] == command_number
             reports = self._read_reports(command_number) if has_failed else []
             if has_failed and self._group.link.find_failure() is not None:
-                self._raise_if_peer_or_host_failed()  # the reports may only be consequences of the host's failure
+                self._close_if_failed()  # the reports may only be consequences of the host's failure
             self.rank.cancel_operations_of_failed_command()
         except PeerDied:  # raised just after the master's part had failed
-            self._raise_if_peer_or_host_failed()
+            self._close_if_failed()
             raise
         finally:
             self._is_in_command = False
@@ -299,7 +299,7 @@ class CommandRunner(ABC):
         if done[me] < command_number:  # an interrupt ended the master's part before it was marked as done
             self.rank.barriers.fail_command()
             done[me] = command_number
-        self._all_ranks_done = self._group.wait_until_done(self._raise_if_failed_or_late, limit)
+        self._all_ranks_done = self._group.wait_until_done(self._close_if_failed_or_late, limit)
 
     def _make_close_error(self, master_error: BaseException | None) -> BaseException:
         """Return the exception of a call during which the session was closed, in another thread or a handler."""
@@ -323,9 +323,9 @@ class CommandRunner(ABC):
         )
 
     @abstractmethod
-    def _raise_if_failed_or_late(self) -> None:
+    def _close_if_failed_or_late(self) -> None:
         """End the session and raise WorkerError if a worker has died, a host has failed, or a rank is late."""
 
     @abstractmethod
-    def _raise_if_peer_or_host_failed(self) -> None:
+    def _close_if_failed(self) -> None:
         """End the session and raise WorkerError if a worker has died or another host has failed."""

@@ -101,8 +101,8 @@ class ControlMemory:
         Core, counted from 1, on which each rank last began to wait, and monotonic time of its last sign of progress in
         ns.
     sums_begun, sums_ended : memoryview of uint64
-        For an XLA program with sums over ranks: the number of sums that each rank has begun, and once its program has
-        ended the number of all of them plus 1.
+        Used by `synkhronos.devices.jax.xla_reducer`, for an XLA program with sums over ranks: the number of sums that
+        each rank has begun, and once its program has ended the number of all of them plus 1.
     scratch : memoryview
         Scratch memory of this host's ranks, two halves for each.
     link_memory : memoryview

@@ -69,7 +69,7 @@ def get_last_death() -> Death | None:
     return None if _current is None else _current.death
 
 
-def get_last_host(rank: int) -> tuple[str, int]:
+def get_last_host_and_n_ranks(rank: int) -> tuple[str, int]:
     """Return the name of the host of a rank of this process's last session, and the host's number of ranks.
 
     The name is "" if the session had one host.

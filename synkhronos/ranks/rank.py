@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, NoReturn, TypeVar
 
 from synkhronos.containers import BoundedCache
-from synkhronos.ranks.agreement import BARRIER_BITS, MAX_BARRIERS
+from synkhronos.ranks.agreement import BARRIER_BITS, BARRIER_MASK
 from synkhronos.ranks.command_barriers import CommandBarriers
 from synkhronos.ranks.control_memory import SLOT_NBYTES, ControlMemory
 from synkhronos.ranks.errors import Cancelled, WorkerError
@@ -153,7 +153,7 @@ class Rank:
 
     def leave_group(self) -> None:
         """Leave the group, whose other ranks have exited."""
-        self.barriers.end_waits()
+        self.barriers.cancel_all_waits()
         self.has_peer_died = lambda: False  # a reference to the session would be a cycle
 
     def inherit_from(self, master: Rank) -> None:
@@ -183,7 +183,7 @@ class Rank:
         if not 0 < self.command_number <= failed:
             return
         self.barriers.wait_until_decided(failed)  # it may be the next one, which is decided after this one
-        if self.barriers.read_last_common(self.command_number) is not None:
+        if self.barriers.read_last_common_barrier(self.command_number) is not None:
             self.pending_operations.cancel(self.command_number)
 
     def record_effect(self) -> None:
@@ -220,7 +220,7 @@ class Rank:
                 if not isinstance(error, Cancelled):  # a handler has raised it, as a peer is late
                     interrupt = error
                     self.barriers.fail_command()
-                if not self.barriers.wait_for_decision_on(barrier_number):
+                if not self.barriers.wait_and_check_all_reached(barrier_number):
                     raise
             result = operation()
             if is_collective:
@@ -266,7 +266,7 @@ class Rank:
         return self.has_equal_digests(barrier_number)
 
     def has_equal_digests(self, barrier_number: int) -> bool:
-        """Whether all ranks have passed the same digest at the last barrier, which all of them have reached."""
+        """Whether all ranks have passed the same digest at a barrier: the last that all of them have reached."""
         slots = self._digest_slots[barrier_number & 1]
         return slots.count(slots[self.number]) == self.size
 
@@ -304,7 +304,7 @@ class Rank:
         between.  Ranks do not wait at a `gather_bytes`, so this method waits for the barrier in between.
         """
         barriers, last_number = self.barriers, self.barriers.last_arrived
-        if last_number & MAX_BARRIERS and not barriers.have_all_arrived(last_number):
+        if last_number & BARRIER_MASK and not barriers.have_all_arrived(last_number):
             barriers.wait_for_barrier(last_number)
         barrier_number = last_number + 1
         slot = self.control.get_slot(self.number, barrier_number & 1)

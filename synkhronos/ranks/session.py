@@ -104,15 +104,15 @@ class Session(CommandRunner):
 
     # -- failures ----------------------------------------------------------------------------------------------
 
-    def _raise_if_failed_or_late(self) -> None:
+    def _close_if_failed_or_late(self) -> None:
         """End the session and raise WorkerError if a worker has died, a host has failed, or a rank is late."""
         if self.timeout is not None and time.monotonic() - self._command_start_time > self.timeout:
             timeout_failure = self._group.find_timeout_failure(self._command_start_time, self.timeout)
             if timeout_failure is not None:
                 self._close_after_failure(timeout_failure)
-        self._raise_if_peer_or_host_failed()
+        self._close_if_failed()
 
-    def _raise_if_peer_or_host_failed(self) -> None:
+    def _close_if_failed(self) -> None:
         """End the session and raise WorkerError if a worker has died or another host has failed."""
         watch = self._watch
         command_thread, watch.command_thread = watch.command_thread, 0  # no PeerDied while this handles it
@@ -282,7 +282,7 @@ class Session(CommandRunner):
         for r in sorted(excluded_ranks, reverse=True):
             self._first_command = self._first_command and self._first_command.without_rank(r)
         self.rank.join_group(
-            master_rank, master_rank, group.control, self._raise_if_failed_or_late, group.has_peer_died
+            master_rank, master_rank, group.control, self._close_if_failed_or_late, group.has_peer_died
         )
         are_all_forks = not (spawn or link.needs_control_file)
         self.memory.connect_workers(group.channels, is_inherited=are_all_forks)

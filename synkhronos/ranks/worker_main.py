@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from synkhronos.containers import BoundedCache
 from synkhronos.ranks.child_process import JOB_SIGNALS, exit_with_parent, spawn
@@ -43,7 +43,7 @@ class Exit(Command):
 
 def main(
     control: ControlMemory,
-    channel: socket.socket,
+    segment_channel: socket.socket,
     from_main_thread: bool,
     rank_number: int,
     master_rank: int,
@@ -55,14 +55,15 @@ def main(
     """Run the master's commands until `Exit`, and exit.
 
     The forked process calls this function on top of the master's stack.  It must therefore not return, nor run the exit
-    handlers that the master has registered.  Segments arrive over ``channel``.  ``from_main_thread`` is whether the
-    master forked in its main thread.  If the master has already exited, ``master_pid`` is not this process's parent.  A
-    fork inherits the segments, the newest of key ``newest_key``, and the replicated objects of the rank ``master``.
+    handlers that the master has registered.  Segments arrive over ``segment_channel``.  ``from_main_thread`` is
+    whether the master forked in its main thread.  If the master has already exited, ``master_pid`` is not this
+    process's parent.  A fork inherits the segments, the newest of key ``newest_key``, and the replicated objects of the
+    rank ``master``.
     """
     code = 1
     try:
         exit_with_parent(master_pid, from_main_thread)
-        _detach_from_master(channel, master_pid)
+        _detach_from_master(segment_channel, master_pid)
 
         def exit_without_master() -> None:
             if os.getppid() != master_pid:
@@ -74,10 +75,10 @@ def main(
             rank.inherit_from(master)
         if profile:
             profiler = cProfile.Profile()
-            profiler.runcall(run_commands, rank, channel, newest_key)
+            profiler.runcall(run_commands, rank, segment_channel, newest_key)
             profiler.dump_stats(f"synkhronos_rank{rank_number}_{os.getpid()}.prof")
         else:
-            run_commands(rank, channel, newest_key)
+            run_commands(rank, segment_channel, newest_key)
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -89,6 +90,23 @@ def main(
             os._exit(code)
 
 
+class ControlLayout(NamedTuple):
+    """Arguments with which another process maps a control memory, passed as JSON."""
+
+    size: int
+    spin_seconds: float
+    #: First of this host's ranks, and the rank after its last.
+    first_rank: int
+    end_rank: int
+    link_nbytes: int
+
+    @classmethod
+    def from_memory(cls, control: ControlMemory) -> ControlLayout:
+        """Return the layout of a control memory."""
+        ranks = control.local_ranks
+        return cls(control.size, control.spin_seconds, ranks.start, ranks.stop, len(control.link_memory))
+
+
 def spawn_worker(
     control: ControlMemory, control_file: io.FileIO, channel: socket.socket, from_main_thread: bool, *arguments: int
 ) -> int:
@@ -97,8 +115,10 @@ def spawn_worker(
     The process inherits the environment, `sys.path`, the file of the control memory and the channel.
     """
     files = control_file.fileno(), channel.fileno()
-    message = [files, get_control_layout(control), [from_main_thread, *arguments]]
-    return spawn("synkhronos.ranks.worker_main", "run_spawned_worker", message, files, from_main_thread, os.environ)
+    own_arguments = [files, ControlLayout.from_memory(control), [from_main_thread, *arguments]]
+    return spawn(
+        "synkhronos.ranks.worker_main", "run_spawned_worker", own_arguments, files, from_main_thread, os.environ
+    )
 
 
 def run_spawned_worker() -> NoReturn:
@@ -106,17 +126,14 @@ def run_spawned_worker() -> NoReturn:
     run_with_inherited_files(*json.loads(sys.argv[2]))
 
 
-def get_control_layout(control: ControlMemory) -> tuple[float, ...]:
-    """Return the layout of this control memory, for `run_with_inherited_files`."""
-    local_ranks = control.local_ranks
-    return control.size, control.spin_seconds, local_ranks.start, local_ranks.stop, len(control.link_memory)
-
-
 def run_with_inherited_files(fds: Sequence[int], layout: Sequence[Any], arguments: Sequence[Any]) -> NoReturn:
-    """Call `main` with the control memory and the channel whose open files this process has inherited."""
+    """Call `main` with the control memory and the channel whose open files this process has inherited.
+
+    ``layout`` are the fields of the memory's `ControlLayout`, which JSON passes as a list.
+    """
     control_fd, channel_fd = fds
-    size, spin_seconds, start, stop, link_nbytes = layout
-    control = ControlMemory(size, spin_seconds, control_fd, True, range(start, stop), link_nbytes)
+    size, spin_seconds, first_rank, end_rank, link_nbytes = ControlLayout(*layout)
+    control = ControlMemory(size, spin_seconds, control_fd, True, range(first_rank, end_rank), link_nbytes)
     os.close(control_fd)
     main(control, socket.socket(fileno=channel_fd), *arguments)
 
@@ -145,12 +162,12 @@ def run_commands(rank: Rank, channel: socket.socket, newest_key: int) -> None:
                     rank.segments.add(segment)
                     newest_key = segment.key
                 del segment  # a reference would prevent the release of the memory
-            message = bytes(control.mailbox[: words[ControlMemory.MESSAGE_NBYTES]])
-            command = cache.get(message)
+            pickled = bytes(control.mailbox[: words[ControlMemory.MESSAGE_NBYTES]])
+            command = cache.get(pickled)
             if command is None:
-                command = pickle.loads(message)
-                if len(message) <= MAX_CACHED_NBYTES:
-                    cache[message] = command
+                command = pickle.loads(pickled)
+                if len(pickled) <= MAX_CACHED_NBYTES:
+                    cache[pickled] = command
             try:
                 command.run(rank)
             finally:

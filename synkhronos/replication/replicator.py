@@ -88,10 +88,11 @@ class Replicator:
         session.replacement_callbacks[self] = Replicator._separate_streams
         #: Number of values that the user has set on the master alone, by the variables' own ``set_value``.
         self.n_values_set_on_master = 0
-        #: The values before, None for long ones, of variables that no collective has used since.
-        self._values_before: WeakKeyDict[Any, Any] = WeakKeyDict()
+        #: Values that the user has replaced on the master alone, None for long ones.  A collective on a variable
+        #: removes its value.
+        self._replaced_values: WeakKeyDict[Any, Any] = WeakKeyDict()
         #: Variables whose values the user lets differ between ranks, and those that a warning has named.
-        self._unobserved: WeakKeyDict[Any, bool] = WeakKeyDict()
+        self._unwatched_shareds: WeakKeyDict[Any, bool] = WeakKeyDict()
         set_value_callbacks[self] = Replicator._record_master_value
 
     @classmethod
@@ -113,7 +114,7 @@ class Replicator:
         offsets = [reserve_streams(session, shared) for shared in generators]
         if generators:
             session.run(JumpStreams(tuple(zip(keys, offsets, strict=True))))
-        self._values_before = WeakKeyDict()  # new workers have the master's values
+        self._replaced_values = WeakKeyDict()  # new workers have the master's values
 
     # -- values of the master alone ------------------------------------------------------------------------------
 
@@ -122,39 +123,39 @@ class Replicator:
         session = self._session()
         if session is None or session.close_reason is not None or session.is_inherited or session.is_in_command:
             return
-        if session.size == 1 or self.get_key(shared) is None or shared in self._unobserved:
+        if session.size == 1 or self.get_key(shared) is None or shared in self._unwatched_shareds:
             return
         library = get_library(shared)
         if library.is_array(shared) and not library.is_generator(shared):
-            if shared not in self._values_before:
+            if shared not in self._replaced_values:
                 is_small = old_value.size * old_value.dtype.itemsize <= _MAX_KEPT_NBYTES
-                self._values_before[shared] = old_value if is_small else None
+                self._replaced_values[shared] = old_value if is_small else None
             self.n_values_set_on_master += 1
             session.registry.get_or_create(CollectiveCache).clear()
 
     def record_collective(self, shareds: Iterable[SharedVariable], makes_ranks_differ: bool = False) -> None:
         """Record that the user has used variables in a collective, and so doesn't need a warning of their values."""
         for shared in shareds:
-            self._values_before.discard(shared)
+            self._replaced_values.discard(shared)
             if makes_ranks_differ:
-                self._unobserved[shared] = True
+                self._unwatched_shareds[shared] = True
 
     def warn_of_master_values(
-        self, name: str, read: Container[Any], written: Container[Any], stacklevel: int = 5
+        self, name: str, read_shareds: Container[Any], written_shareds: Container[Any], stacklevel: int = 5
     ) -> None:
         """Warn, once for each, of variables that a function reads on all ranks and the user has set on the master."""
         session = self._session()
         assert session is not None
-        for shared in self._values_before:
-            if shared not in read and shared not in written:
+        for shared in self._replaced_values:
+            if shared not in read_shareds and shared not in written_shareds:
                 continue
-            old_value = self._values_before.get(shared)
-            self._values_before.discard(shared)
+            old_value = self._replaced_values.get(shared)
+            self._replaced_values.discard(shared)
             is_known = old_value is not None and old_value is not get_storage(shared)[0]
-            if shared not in read or (is_known and _has_value(shared, old_value)):
+            if shared not in read_shareds or (is_known and _has_value(shared, old_value)):
                 continue  # replaced on all ranks, or restored
             if not session.run(CompareReplicas(self.get_key(shared))):
-                self._unobserved[shared] = True
+                self._unwatched_shareds[shared] = True
                 warnings.warn(
                     f"{name} reads {describe(shared)}, which set_value() has changed on rank {session.rank.number} "
                     "alone: synkhronos.broadcast() sends the value to all ranks; where ranks should differ, use "
@@ -243,6 +244,22 @@ class Replicator:
             "code has to be sent: call synkhronos.close() and synkhronos.fork() again for workers that have the "
             "present one)"
         )
+
+
+def distribute_variables(
+    session: Session, variables: Sequence[SharedVariable], makes_ranks_differ: bool = False
+) -> tuple[Any, ...]:
+    """Send a collective's variables to the workers that lack them, and return the variables' keys.
+
+    Callers first check all arguments, since a call that raises must not send copies to the workers.
+    ``makes_ranks_differ`` is whether the collective gives each rank values of its own.
+    """
+    replicator = Replicator.get_or_create(session)
+    replicator.record_collective(variables, makes_ranks_differ)
+    missing = [variable for variable in variables if replicator.get_key(variable) is None]
+    if missing:
+        replicator.send([], missing)
+    return tuple(replicator.get_key(variable) for variable in variables)
 
 
 @dataclass(frozen=True, slots=True)

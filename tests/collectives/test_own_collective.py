@@ -9,10 +9,11 @@ from messages import raises
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.collectives.arguments import distribute_variables, parse_variables
+from synkhronos.collectives.arguments import parse_variables
 from synkhronos.collectives.commands import prepare_replicas
 from synkhronos.devices import NUMPY
 from synkhronos.ranks import Command
+from synkhronos.replication.replicator import distribute_variables
 
 pytestmark = pytest.mark.new_ranks  # workers that have imported the command
 

@@ -194,11 +194,11 @@ class Gpu:
             look()
         self.arrived = self.next_number
 
-    def read_last_common(self, command):
+    def read_last_common_barrier(self, command):
         assert command == 5
         return self.arrived
 
-    def wait_for_decision_on(self, barrier_number):
+    def wait_and_check_all_reached(self, barrier_number):
         assert barrier_number == 3
         return self.arrived >= barrier_number
 

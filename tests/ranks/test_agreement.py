@@ -254,7 +254,9 @@ class SimulatedSession:
             rank.barriers.fail_command()  # on one host, records the last common barrier
         elif self.waits:  # as `CollectiveWatchdog.wait_until_started`: continue if all ranks have arrived
             has_arrived = self.watchdogs[r]._started_barrier_number == rank.barriers.last_arrived
-            self.passed[r] = 1 if has_arrived and rank.barriers.wait_for_decision_on(rank.barriers.last_arrived) else -1
+            self.passed[r] = (
+                1 if has_arrived and rank.barriers.wait_and_check_all_reached(rank.barriers.last_arrived) else -1
+            )
         self.pcs[r] = DONE - 1
 
     def begin_second(self, r):

@@ -161,7 +161,7 @@ class DetectDeathElsewhere(Command):
             os.kill(os.getpid(), signal.SIGKILL)
         with pytest.raises(ranks.WorkerError):
             while True:
-                ranks.get_session()._raise_if_peer_or_host_failed()
+                ranks.get_session()._close_if_failed()
         raise Cancelled
 
 
@@ -347,7 +347,7 @@ class FailAtBarrier(Command):
             if rank.is_master:
                 raise_if_due()
         except Cancelled:
-            rank.objects["found"] = rank.barriers.wait_for_decision_on(barrier_number)
+            rank.objects["found"] = rank.barriers.wait_and_check_all_reached(barrier_number)
             raise
         except BarrierError:
             rank.objects["found"] = self.all_arrive
@@ -450,7 +450,7 @@ class DieInBetween(Command):
         try:
             rank.barrier()
         except Cancelled:
-            rank.barriers.wait_for_decision_on(barrier_number)
+            rank.barriers.wait_and_check_all_reached(barrier_number)
             raise
 
 
@@ -480,7 +480,7 @@ def test_ranks_that_fail_together_record_one_common_barrier(monkeypatch):
     monkeypatch.setattr(control, "fence", meanwhile)
     first.barriers.fail_command()
     assert not failing
-    assert [rank.barriers.wait_for_decision_on(barrier_number) for rank in (first, second, third)] == [True] * 3
+    assert [rank.barriers.wait_and_check_all_reached(barrier_number) for rank in (first, second, third)] == [True] * 3
 
 
 @pytest.mark.parametrize("all_arrive", [False, True])
@@ -496,4 +496,6 @@ def test_ranks_that_fail_in_turn_record_one_common_barrier(all_arrive):
     if not all_arrive:
         third.barriers.arrive()  # it may not be cancelled yet
     second.barriers.fail_command()
-    assert [rank.barriers.wait_for_decision_on(barrier_number) for rank in (first, second, third)] == [all_arrive] * 3
+    assert [rank.barriers.wait_and_check_all_reached(barrier_number) for rank in (first, second, third)] == [
+        all_arrive
+    ] * 3

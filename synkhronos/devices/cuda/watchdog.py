@@ -118,7 +118,7 @@ class CollectiveWatchdog(PendingOperation):
                 self._rank.barriers.wait_for_barrier(int(barrier_number), on_poll=on_poll)
         except Cancelled:
             # If all ranks had arrived before the failure, the collectives complete.
-            if not self._rank.barriers.wait_for_decision_on(int(barrier_number)):
+            if not self._rank.barriers.wait_and_check_all_reached(int(barrier_number)):
                 raise
 
     def compare_digests_after_start(self, digest: bytes) -> bool:
@@ -130,7 +130,7 @@ class CollectiveWatchdog(PendingOperation):
         try:
             return self._rank.compare_digests(digest)
         except Cancelled:
-            if not self._rank.barriers.wait_for_decision_on(barrier_number):
+            if not self._rank.barriers.wait_and_check_all_reached(barrier_number):
                 raise
             return self._rank.has_equal_digests(barrier_number)
 
@@ -159,7 +159,7 @@ class CollectiveWatchdog(PendingOperation):
     def _abort_unless_started_by_all(self, command_number: int) -> None:
         if self._pending_command_number == command_number:
             # The last common barrier is read first, then the barrier at which this rank's collectives were started.
-            barrier_number = self._rank.barriers.read_last_common(command_number)
+            barrier_number = self._rank.barriers.read_last_common_barrier(command_number)
             if barrier_number is not None and barrier_number < self._started_barrier_number:
                 self.abort()
 

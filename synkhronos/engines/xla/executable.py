@@ -23,7 +23,7 @@ from synkhronos.lowering.jax_function import JaxFunction
 from synkhronos.lowering.precision import COMPILER_OPTIONS, is_bfloat16_requested
 from synkhronos.ranks.interrupts import defer_signals
 
-#: Fused executables that a function caches, the most recently used ones.
+#: Fused executables that an executable caches, the most recently used ones.
 _MAX_FUSED_EXECUTABLES = 16
 
 
@@ -162,7 +162,7 @@ class Executable(Runner):
         return self if n_repeats == 1 else self.fuse(n_repeats=n_repeats)
 
     def record_signature(self, inputs: Sequence[Any]) -> bool:
-        """Record the inputs' shapes.  Return True if they are new, so that XLA compiles for them."""
+        """Return True if the inputs' shapes are new, so that XLA compiles for them, and record them."""
         signature = tuple([getattr(value, "shape", ()) for value in inputs])
         if signature in self._signatures:
             return False

@@ -29,7 +29,7 @@ class FusedRunner(Runner):
         self._ffi_collectives = executable.ffi_collectives
 
     def record_signature(self, inputs: Sequence[Any]) -> bool:
-        """Record the inputs' shapes.  Return True if they are new, so that XLA compiles for them."""
+        """Return True if the inputs' shapes are new, so that XLA compiles for them, and record them."""
         return self._executable.record_signature(inputs)
 
     def __call__(self, *inputs: Any) -> list[Any]:

@@ -29,13 +29,12 @@ from typing import Any
 import numpy as np
 
 from synkhronos import ranks
-from synkhronos.collectives.arguments import distribute_variables
 from synkhronos.engines.xla.spmd_program import SpmdProgram, get_jax_settings, map_sequentially
 from synkhronos.extensions.pymc.xla_sums import RankSumGraph, register_lowerings, replace_sums
 from synkhronos.extensions.rows_sum import DistributedSum
 from synkhronos.patching import replace_attribute
 from synkhronos.ranks import Command, Rank
-from synkhronos.replication.replicator import Replicator
+from synkhronos.replication.replicator import Replicator, distribute_variables
 
 _PYMC_JAX_MODULE = "pymc.sampling.jax"
 #: Samplers, and the sign of the log-density in the function that PyMC passes to each.

@@ -27,7 +27,7 @@ from synkhronos.launcher.rank_process import rank_functions
 from synkhronos.launcher.supervision.master_arguments import COMPLETE_EXIT_CODE, MasterArguments
 from synkhronos.launcher.supervision.run_folder import FAILURE_FILE, PROCESSES_FILE, DeathLog
 from synkhronos.programs import run
-from synkhronos.ranks import WorkerError, get_last_death, get_last_host, get_session
+from synkhronos.ranks import WorkerError, get_last_death, get_last_host_and_n_ranks, get_session
 from synkhronos.ranks.child_process import exit_with_parent
 from synkhronos.ranks.errors import Death, describe_rank
 from synkhronos.startup import fork_bound_to_cores
@@ -79,7 +79,7 @@ def _log_death(folder: str, error: BaseException, is_failed_start: bool) -> None
             exit_description = f"ended: {error.description}"
         DeathLog(folder).add(Death(error.rank, "", 0, exit_description))
     elif is_failed_start and isinstance(error, WorkerError):
-        host, n_ranks = get_last_host(error.rank)
+        host, n_ranks = get_last_host_and_n_ranks(error.rank)
         death = Death.from_failed_start(error.rank, host, str(error).partition("\n")[0])
         DeathLog(folder).add(death, n_ranks - 1 if host else None)
     elif is_failed_start and isinstance(error, MissingGpuError):

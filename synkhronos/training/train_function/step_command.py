@@ -75,7 +75,7 @@ class StepCommand(_StepCommandFields, Command):
 
     def run(self, rank: Rank) -> tuple[Any, Any] | None:
         """Take the steps.  Return the outputs of both functions, or None if some rank can't fuse several steps."""
-        rank_gradient, rank_update = self.gradient_call.bind_to_rank(rank), self.update_call.bind_to_rank(rank)
+        rank_gradient, rank_update = self.gradient_call.compile_and_bind(rank), self.update_call.compile_and_bind(rank)
         fused_runner = None
         if self.every_rank_has_rows:
             fused_runner = fuse_calls(rank, self, rank_gradient, [rank_update], self.n_steps)
@@ -126,7 +126,8 @@ class StepCommand(_StepCommandFields, Command):
             plan = self.all_reduce.agree_on_plan(rank)
         plans[self.all_reduce] = plan, rank.command_number
         (variable,) = plan.variables
-        return variable.communicator, variable.layout[0]
+        shape, _ = variable.layout
+        return variable.communicator, shape
 
 
 class _AgreedPlans(BoundedCache[AllReduceValues, tuple[AllReducePlan, int]]):
@@ -207,7 +208,8 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
     def run(self, rank: Rank) -> tuple[Any, list[Any]] | None:
         """Take the steps.  Return the gradient's outputs, or None if a single step has to be taken instead."""
         rank_gradient, shard_update, parameter_update = (
-            call.bind_to_rank(rank) for call in (self.gradient_call, self.shard_update_call, self.parameter_update_call)
+            call.compile_and_bind(rank)
+            for call in (self.gradient_call, self.shard_update_call, self.parameter_update_call)
         )
         # At its first call a rank may have to wait until another rank has compiled the function.  Means over ranks are
         # exchanged between the launches of a single step.
@@ -259,7 +261,8 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
     def prepare_exchange(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
         """Return the communicator, and the matrix's shape, once all ranks have compared theirs."""
         matrix, _ = _prepare_rows(rank, self.get_reduced_variable(rank), rank.get_object(self.row_key))
-        return matrix.communicator, matrix.layouts[0][0]
+        shape, _ = matrix.layouts[0]
+        return matrix.communicator, shape
 
     # -- in parts --------------------------------------------------------------------------------------------
 
@@ -277,7 +280,7 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
 def reduce_scatter_rows(rank: Rank, matrix: SharedVariable, row: SharedVariable, op: str) -> None:
     """Reduce the matrices of all ranks, and set ``row`` to this rank's row of the reduction.  A collective."""
     matrix_replica, row_replica = _prepare_rows(rank, matrix, row)
-    width = matrix_replica.layouts[0][0][1]
+    (_, width), _ = matrix_replica.layouts[0]
     out = row_replica.get_writable()
     bounds = [r * width for r in range(rank.size + 1)]
     matrix_replica.communicator.reduce_scatter(matrix_replica.get_contiguous(), op, bounds, out)

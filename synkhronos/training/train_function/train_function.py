@@ -24,7 +24,6 @@ import numpy as np
 from synkhronos import ranks
 from synkhronos.casts import check_cast
 from synkhronos.checks import check_list
-from synkhronos.collectives.arguments import distribute_variables
 from synkhronos.collectives.calls import prepare_command
 from synkhronos.collectives.commands import AllReduceValues, GetLayouts
 from synkhronos.data.rows import BatchArgument
@@ -32,6 +31,7 @@ from synkhronos.devices import NUMPY
 from synkhronos.function import function, get_dispatcher
 from synkhronos.function.call import Call
 from synkhronos.graph_libraries import get_library
+from synkhronos.replication.replicator import distribute_variables
 from synkhronos.training.train_function.extra_updates import UpdatesArgument, append_averaged_updates
 from synkhronos.training.train_function.launch_groups import (
     MAX_LAUNCH_NBYTES,
@@ -473,10 +473,10 @@ class TrainFunction:
         If only the ranks know their numbers of rows, this runs a command.
         """
         n_ranks = session.size
-        if gradient_call.n_rows is not None:
-            if not gradient_call.n_rows:
+        if gradient_call.n_total_rows is not None:
+            if not gradient_call.n_total_rows:
                 raise ValueError(f"batch: expected at least one row, got {batch!r}")
-            return gradient_call.n_rows >= n_ranks
+            return gradient_call.n_total_rows >= n_ranks
         selections = gradient_call.batch_s or (slice(None),) * n_ranks
         lengths = [0] * n_ranks
         if any(isinstance(selection, slice) for selection in selections):
