@@ -102,6 +102,8 @@ class Computation:
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**self.__dict__, "compiled_variants": {}, "buffers": defaultdict(dict), "user_code": None}
+        # They depend on this computation's inputs.  The worker's variables have those of the first that it received.
+        state["default_updates"] = self.default_updates
         # The process that unpickles it chooses its own engine and device.
         for name in _ENGINE_ATTRIBUTES:
             state.pop(name, None)
@@ -201,7 +203,8 @@ class Computation:
             types = [self.library.get_output_variable(self.outputs[i]).type for i in subset]
             ops = [self.output_ops[i] for i in subset]
             output_spec = OutputSpec.from_types(types, ops, variant.returns_updates)
-            function = self.compile_variant(variant)
+            with self.library.use_default_updates(self.default_updates):
+                function = self.compile_variant(variant)
             n_inputs = len(self.inputs) + (variant.row_selector.value if variant.row_selector else 0)
             runner = self.engine.make_runner(
                 self.library, function, n_inputs, allows_opaque_outputs=not variant.returns_updates

@@ -7,8 +7,9 @@ import copy
 import functools
 import os
 import pickle
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from sys import getrefcount
@@ -56,6 +57,13 @@ def get_storage(shared: SharedVariable) -> list[Any]:
     """Return the list of one item that holds a shared variable's value; compiled functions refer to the same list."""
     storage: list[Any] = shared.container.storage
     return storage
+
+
+def _set_default_updates(updates: Sequence[tuple[SharedVariable, Variable]]) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Setting default_update", DeprecationWarning)
+        for shared, update in updates:
+            shared.default_update = update
 
 
 def has_other_references(storage: list[Any]) -> bool:
@@ -181,6 +189,16 @@ class GraphLibrary(ABC):
     def function(self, inputs: Sequence[Any], outputs: Any = None, **kwargs: Any) -> Callable[..., Any]:
         """Compile a function with the library's ``function``."""
         return self.package_function(inputs, outputs, **kwargs)
+
+    @contextlib.contextmanager
+    def use_default_updates(self, updates: Sequence[tuple[SharedVariable, Variable]]) -> Iterator[None]:
+        """Context in which shared variables have other default updates."""
+        before = [(shared, shared.default_update) for shared, _ in updates]
+        _set_default_updates(updates)
+        try:
+            yield
+        finally:
+            _set_default_updates(before)
 
     def shared(self, value: Any, name: str | None = None, **kwargs: Any) -> Any:
         """Create a shared variable."""

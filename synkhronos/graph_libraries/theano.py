@@ -15,6 +15,7 @@ from theano.compile.io import In, SymbolicInput, SymbolicOutput
 from theano.compile.sharedvalue import SharedVariable
 from theano.gof.cmodule import KeyData
 from theano.gof.graph import Constant, Variable
+from theano.tensor.raw_random import RandomStateType
 
 from synkhronos.casts import as_numbers, check_cast
 from synkhronos.devices import PYGPU
@@ -125,5 +126,7 @@ class Theano(GraphLibrary):
         return list(theano.clone(list(outputs), converted, strict=False))
 
 
+# It is pickled by its name: Theano compares the type by identity, and would refuse updates of a copied type.
+RandomStateType.__reduce__ = lambda self: "random_state_type"
 make_key_files_atomic(KeyData)
 LIBRARY = Theano(theano)

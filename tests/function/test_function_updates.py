@@ -204,6 +204,20 @@ def test_default_update_is_applied_once_with_num_slices(dtype, two_ranks_per_tes
     np.testing.assert_array_equal(synk.gather(count), [2, 2])
 
 
+@pytest.mark.filterwarnings("ignore:Setting default_update is deprecated")
+def test_functions_that_share_a_default_update_may_be_sent_apart(two_ranks_per_test):
+    x = T.dvector("x")
+    total = shared(0.0, "total")
+    total.default_update = total + x.sum()
+    f = synk.function([x], (x + total, "gather"))
+    f(np.ones(6))
+    g = synk.function([x], (x - total, "gather"))  # is sent alone: the workers have the variable
+    np.testing.assert_array_equal(g(np.full(6, 2.0)), np.full(6, -1.0))
+    np.testing.assert_array_equal(f(np.ones(6)), np.full(6, 10.0))
+    np.testing.assert_array_equal(f(np.ones(6), num_slices=3), np.full(6, 13.0))
+    np.testing.assert_array_equal(synk.gather(total), [13, 13])  # the average over slices
+
+
 def test_num_slices_divides_each_ranks_rows(two_ranks_per_test):
     x = T.dvector("x")
     lengths = shared(np.zeros(0, "int64"), "lengths")
