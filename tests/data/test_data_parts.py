@@ -192,13 +192,13 @@ def hosts(request):
 
 @pytest.mark.hosts
 def test_data_parts_loads_each_hosts_rows(hosts):
-    output = run(hosts, "use_parts")
-    assert output.splitlines()[-1] == "right", output
+    output = run(hosts, "use_local_parts")
+    assert output.splitlines()[-1] == "passed", output
 
 
 @pytest.mark.hosts
 def test_data_parts_work_in_spmd_programs(hosts):
-    assert run(hosts, "pass_parts_to_programs") == "right 4\n"
+    assert run(hosts, "pass_parts_to_programs") == "passed 4\n"
 
 
 @pytest.mark.hosts

@@ -92,27 +92,27 @@ def pair(fork):
 
 
 @pytest.fixture
-def fuse_pair(pair):
+def fused_launch(pair):
     """Return a fused launch of a function, an all-reduce and another function, and its variables."""
-    runs, (g, w, n) = pair
-    launch = runs[0].fuse(ExchangeSpec(g.container.storage), [runs[1]])
-    assert launch is runs[0].fuse(ExchangeSpec(g.container.storage), [runs[1]])
+    runners, (g, w, n) = pair
+    launch = runners[0].fuse(ExchangeSpec(g.container.storage), [runners[1]])
+    assert launch is runners[0].fuse(ExchangeSpec(g.container.storage), [runners[1]])
     # Only outputs of the first function can be reduced after it.
-    assert runs[0].fuse(ExchangeSpec(n.container.storage), [runs[1]]) is None
+    assert runners[0].fuse(ExchangeSpec(n.container.storage), [runners[1]]) is None
     return launch, (g, w, n)
 
 
-def launch_and_wait(launch, shareds, combine):
+def launch_and_wait(launch, shareds, handler):
     """Launch, wait, and return the outputs."""
-    with defer_signals(), launch.ffi_collectives.use_collective_handler(combine):
+    with defer_signals(), launch.ffi_collectives.use_collective_handler(handler):
         (total,) = launch(JAX.from_numpy(np.arange(3.0)))
         JAX.wait([get_library(s).borrow_value(s) for s in shareds])
     return [float(JAX.to_numpy_many([total])[0]), *(np.asarray(s.get_value()).tolist() for s in shareds)]
 
 
 @on_host
-def test_fuse_runs_function_all_reduce_function_in_one_launch(fuse_pair):
-    launch, shareds = fuse_pair
+def test_fuse_runs_function_all_reduce_function_in_one_launch(fused_launch):
+    launch, shareds = fused_launch
     calls = []
     assert launch_and_wait(launch, shareds, DoublingHandler(calls)) == [3.0, [0.0, 2.0, 4.0], [1.0, -1.0, -3.0], 1]
     assert launch_and_wait(launch, shareds, DoublingHandler(calls)) == [3.0, [0.0, -2.0, -12.0], [1.0, 1.0, 9.0], 2]
@@ -120,29 +120,31 @@ def test_fuse_runs_function_all_reduce_function_in_one_launch(fuse_pair):
 
 
 @on_host
-@pytest.mark.parametrize("counts", [1, 0])
-def test_fused_launch_advances_to_the_next_rows(pair, counts):
-    runs, shareds = pair
-    launch = runs[0].fuse(ExchangeSpec(shareds[0].container.storage), [runs[1]], n_repeats=4)
+@pytest.mark.parametrize("is_valid", [True, False])
+def test_fused_launch_advances_to_the_next_rows(pair, is_valid):
+    runners, shareds = pair
+    launch = runners[0].fuse(ExchangeSpec(shareds[0].container.storage), [runners[1]], n_repeats=4)
     rows, calls = np.arange(12.0), []
     for _ in range(2):
         g, w, n = (np.asarray(s.get_value()) for s in shareds)
-        for row in rows.reshape(4, 3) if counts else []:
+        for row in rows.reshape(4, 3) if is_valid else []:
             g = 2 * row * w
             w, n = w - g, n + 1
-        with defer_signals(), launch.ffi_collectives.use_collective_handler(DoublingHandler(calls, counts), 4):
+        with defer_signals(), launch.ffi_collectives.use_collective_handler(DoublingHandler(calls, is_valid), 4):
             totals = launch(JAX.from_numpy(rows))
             JAX.wait([get_library(s).borrow_value(s) for s in shareds])
         assert [float(total) for total in JAX.to_numpy_many(totals)] == [3.0, 12.0, 21.0, 30.0]
-        for variable, expected in zip(shareds[not counts :], [g, w, n][not counts :], strict=True):
-            np.testing.assert_array_equal(variable.get_value(), expected)
+        np.testing.assert_array_equal(shareds[1].get_value(), w)
+        assert int(shareds[2].get_value()) == n
+        if is_valid:  # otherwise the reduced variable is undefined
+            np.testing.assert_array_equal(shareds[0].get_value(), g)
     assert calls == [3] * 8
 
 
 @on_host
 def test_fused_launch_reduces_nothing_after_an_error(pair):
-    runs, shareds = pair
-    launch = runs[0].fuse(ExchangeSpec(shareds[0].container.storage), [runs[1]], n_repeats=4)
+    runners, shareds = pair
+    launch = runners[0].fuse(ExchangeSpec(shareds[0].container.storage), [runners[1]], n_repeats=4)
     calls = []
 
     class FailingHandler(DoublingHandler):
@@ -163,8 +165,8 @@ def test_fused_launch_reduces_nothing_after_an_error(pair):
 
 @on_host
 def test_repeated_launch_all_reduces_each_time(pair):
-    runs, shareds = pair
-    launch = runs[0].fuse(ExchangeSpec(shareds[0].container.storage), [runs[1]], n_repeats=2)
+    runners, shareds = pair
+    launch = runners[0].fuse(ExchangeSpec(shareds[0].container.storage), [runners[1]], n_repeats=2)
     with pytest.raises(RuntimeError, match="made 2 collectives, expected 1"):
         with defer_signals(), launch.ffi_collectives.use_collective_handler(DoublingHandler()):
             launch(JAX.from_numpy(np.arange(6.0)))
@@ -177,8 +179,8 @@ def test_repeated_launch_all_reduces_constants_each_time(fork):
     first = synk.function([], (w.sum(), "sum"), updates=[(g, s * 1)])
     second = synk.function([], updates=[(w, w - g)])
     synk.distribute()
-    runs = [get_runner(first), get_runner(second)]
-    launch, calls = runs[0].fuse(ExchangeSpec(g.container.storage), [runs[1]], n_repeats=4), []
+    runners = [get_runner(first), get_runner(second)]
+    launch, calls = runners[0].fuse(ExchangeSpec(g.container.storage), [runners[1]], n_repeats=4), []
     with defer_signals(), launch.ffi_collectives.use_collective_handler(DoublingHandler(calls), 4):
         totals = launch()
         JAX.wait([get_library(w).borrow_value(w)])
@@ -193,15 +195,17 @@ SIZES = (5, 300, 700, 1)
 
 @on_host
 @pytest.mark.parametrize(
-    ("tail", "piece", "dtype", "times"),
+    ("n_tail_items", "min_chunk_nbytes", "wire_dtype", "n_repeats"),
     [  # each pair of values
         (1, 100, None, 1), (451, 100, "bfloat16", 3), (451, 100, None, 3), (1, 2000, "bfloat16", 3),
         (451, 2000, None, 1), (1, 10**6, None, 1), (1, 10**6, None, 3), (451, 10**6, "bfloat16", 1),
     ],
 )  # fmt: skip
-def test_fused_all_reduce_accepts_chunks_and_another_dtype(fork, monkeypatch, tail, piece, dtype, times):
+def test_fused_all_reduce_accepts_chunks_and_another_dtype(
+    fork, monkeypatch, n_tail_items, min_chunk_nbytes, wire_dtype, n_repeats
+):
     monkeypatch.setattr("synkhronos.engines.xla.vector_parts.MIN_NBYTES_IN_PLACE", 8)
-    monkeypatch.setattr("synkhronos.engines.xla.traced_exchange.MIN_CHUNK_NBYTES", piece)
+    monkeypatch.setattr("synkhronos.engines.xla.traced_exchange.MIN_CHUNK_NBYTES", min_chunk_nbytes)
     written = []
     monkeypatch.setattr(traced_exchange, "write_parts", lambda *arguments: written.append(1) or write_parts(*arguments))
     fork(1)
@@ -213,27 +217,36 @@ def test_fused_all_reduce_accepts_chunks_and_another_dtype(fork, monkeypatch, ta
     first = synk.function([x], (x.sum(), "sum"), updates=[(g, T.join(0, *parts, x[0, -1:]))])
     second = synk.function([], updates=[(w, w - g[:-1] / g[-1])])
     synk.distribute()
-    runs = [get_runner(first), get_runner(second)]
-    launch = runs[0].fuse(ExchangeSpec(g.container.storage, dtype, 2, tail), [runs[1]], n_repeats=times)
-    rows = rng.uniform(1, 2, (times, sum(SIZES))).astype("float32")
+    runners = [get_runner(first), get_runner(second)]
+    launch = runners[0].fuse(
+        ExchangeSpec(g.container.storage, wire_dtype, 2, n_tail_items), [runners[1]], n_repeats=n_repeats
+    )
+    rows = rng.uniform(1, 2, (n_repeats, sum(SIZES))).astype("float32")
     rows[:, -1] = 67  # rounds to 66 with eight bits of mantissa after a division by 3
-    standing_in = DoublingHandler()
-    with defer_signals(), launch.ffi_collectives.use_collective_handler(standing_in, times):
+    handler = DoublingHandler()
+    with defer_signals(), launch.ffi_collectives.use_collective_handler(handler, n_repeats):
         launch(JAX.from_numpy(rows))
         JAX.wait([get_library(w).borrow_value(w)])
-    expected, scale = np.ones(sum(SIZES) - 1), 2 if dtype is None else 1
+    # With a wire dtype, the program itself divides the gradient and the number of rows by the number of ranks.
+    expected, scale = np.ones(sum(SIZES) - 1), 1 if wire_dtype else 2
     for row in rows:
         total = scale * np.append(row[:-1] * expected, row[-1])
         expected = expected - total[:-1] / total[-1]
-    np.testing.assert_allclose(g.get_value(), total, rtol=0.01 if dtype else 1e-5)
-    np.testing.assert_allclose(w.get_value(), expected, rtol=1e-3 if dtype else 1e-5)
-    np.testing.assert_allclose(np.asarray(g.get_value())[-tail:], total[-tail:], rtol=1e-6 if times == 1 else 1e-3)
-    assert abs(float(np.asarray(g.get_value())[-1]) / total[-1] - 1) < 1e-6
+    g_value = np.asarray(g.get_value())
+    if wire_dtype:
+        np.testing.assert_allclose(g_value, total, rtol=0.01)
+        np.testing.assert_allclose(w.get_value(), expected, rtol=1e-3)
+    else:
+        np.testing.assert_allclose(g_value, total, rtol=1e-5)
+        np.testing.assert_allclose(w.get_value(), expected, rtol=1e-5)
+    # The tail is sent in full precision; after several steps it depends on earlier, rounded gradients.
+    np.testing.assert_allclose(g_value[-n_tail_items:], total[-n_tail_items:], rtol=1e-6 if n_repeats == 1 else 1e-3)
+    np.testing.assert_allclose(g_value[-1], total[-1], rtol=1e-6)
     # A whole gradient is written into its own memory.
-    assert bool(written) == (dtype is None and (times > 1 or piece == 10**6))
-    if times == 1 and dtype is None:
+    assert bool(written) == (wire_dtype is None and (n_repeats > 1 or min_chunk_nbytes == 10**6))
+    if n_repeats == 1 and wire_dtype is None:
         # The last chunk comes first, as it is computed last and waited for at once.
-        assert standing_in.calls == {100: [[5]], 2000: [[305]], 10**6: [1006]}[piece]
+        assert handler.calls == {100: [[5]], 2000: [[305]], 10**6: [1006]}[min_chunk_nbytes]
 
 
 def find_needed_equations(jaxpr, variables):
@@ -304,11 +317,10 @@ def test_chunk_all_reduce_starts_during_the_backward_pass(fork, monkeypatch):
     grad_updates, _, g = sgd((h**2).mean(), ws, learning_rate=0.1, weight=x.shape[0])
     first = synk.function([x], ((h**2).mean(), "mean"), updates=grad_updates)
     synk.distribute()
-    run = get_runner(first)
-    chain = run.fuse(ExchangeSpec(g.container.storage, spans_hosts=True))
-    chain._scalar_log = ScalarLog(chain._logged_dtypes)
+    executable = get_runner(first).fuse(ExchangeSpec(g.container.storage, spans_hosts=True))
+    executable._scalar_log = ScalarLog(executable._logged_dtypes)
     jaxpr = (
-        jax.make_jaxpr(chain._program)(*chain._get_arguments([np.ones((5, 8), "float32")]))
+        jax.make_jaxpr(executable._program)(*executable._get_arguments([np.ones((5, 8), "float32")]))
         .jaxpr.eqns[0]
         .params["jaxpr"]
     )
@@ -337,8 +349,8 @@ def test_error_after_a_started_chunk_waits_and_updates_nothing(fork, monkeypatch
     first = synk.function([], (w.sum(), "sum"), updates=[(g, T.join(0, w[:30] * 2, w[30:] * 3))])
     second = synk.function([], updates=[(w, w - g)])
     synk.distribute()
-    runs = [get_runner(first), get_runner(second)]
-    launch = runs[0].fuse(ExchangeSpec(g.container.storage), [runs[1]])
+    runners = [get_runner(first), get_runner(second)]
+    launch = runners[0].fuse(ExchangeSpec(g.container.storage), [runners[1]])
 
     class FailingHandler(DoublingHandler):
         def start(self, spans, stream):
@@ -373,28 +385,28 @@ def test_recently_used_launches_are_cached(fork):
     fork(1)
     x, w = T.dvector("x"), shared(np.zeros(3), "w")
     f, g = synk.function([x], (x.sum(), "sum")), synk.function([], updates=[(w, w + 1)])
-    runs = [get_runner(f), get_runner(g)]
-    runners = {times: runs[0].fuse(others=[runs[1]], n_repeats=times) for times in range(1, 17)}
-    assert runners[1] is runs[0].fuse(others=[runs[1]], n_repeats=1)
-    runs[0].fuse(others=[runs[1]], n_repeats=17)
-    assert runners[1] is runs[0].fuse(others=[runs[1]], n_repeats=1)
-    assert runners[2] is not runs[0].fuse(others=[runs[1]], n_repeats=2)
+    runners = [get_runner(f), get_runner(g)]
+    launches = {n: runners[0].fuse(others=[runners[1]], n_repeats=n) for n in range(1, 17)}
+    assert launches[1] is runners[0].fuse(others=[runners[1]], n_repeats=1)
+    runners[0].fuse(others=[runners[1]], n_repeats=17)
+    assert launches[1] is runners[0].fuse(others=[runners[1]], n_repeats=1)
+    assert launches[2] is not runners[0].fuse(others=[runners[1]], n_repeats=2)
 
 
 def test_repeated_launch_returns_only_scalars(fork):
     fork(1)
     x, w = T.dvector("x"), shared(np.zeros(3), "w")
     f, g = synk.function([x], (x * 2, "gather")), synk.function([], updates=[(w, w + 1)])
-    runs = [get_runner(f), get_runner(g)]
-    assert runs[0].fuse(others=[runs[1]], n_repeats=2) is None
+    runners = [get_runner(f), get_runner(g)]
+    assert runners[0].fuse(others=[runners[1]], n_repeats=2) is None
 
 
 def test_repeated_launch_keeps_many_results(fork):
     fork(1)
     x, w = T.dvector("x"), shared(np.zeros(()), "w")
     f, g = synk.function([x], (x.sum(), "sum")), synk.function([], updates=[(w, w + 1)])
-    runs = [get_runner(f), get_runner(g)]
-    launch = runs[0].fuse(others=[runs[1]], n_repeats=100)
+    runners = [get_runner(f), get_runner(g)]
+    launch = runners[0].fuse(others=[runners[1]], n_repeats=100)
     rows = JAX.from_numpy(np.arange(200.0))
     expected = np.arange(200.0).reshape(100, 2).sum(axis=1)
     launches = [launch(rows) for _ in range(5)]
@@ -404,8 +416,8 @@ def test_repeated_launch_keeps_many_results(fork):
 
 
 @on_host
-def test_invalid_all_reduce_updates_nothing(fuse_pair):
-    launch, shareds = fuse_pair
+def test_invalid_all_reduce_updates_nothing(fused_launch):
+    launch, shareds = fused_launch
     assert launch_and_wait(launch, shareds, DoublingHandler(valid=0))[2:] == [[1.0, 1.0, 1.0], 0]
     assert launch_and_wait(launch, shareds, DoublingHandler())[2:] == [[1.0, -1.0, -3.0], 1]
 
@@ -413,8 +425,8 @@ def test_invalid_all_reduce_updates_nothing(fuse_pair):
 @on_host
 @pytest.mark.usefixtures("alarm_handler")
 @pytest.mark.parametrize("by_signal", [False, True])
-def test_error_in_all_reduce_is_raised_after_the_launch(fuse_pair, by_signal):
-    launch, shareds = fuse_pair
+def test_error_in_all_reduce_is_raised_after_the_launch(fused_launch, by_signal):
+    launch, shareds = fused_launch
 
     class FailingHandler(DoublingHandler):
         def finish(self, *arguments):
@@ -433,8 +445,8 @@ def test_error_in_all_reduce_is_raised_after_the_launch(fuse_pair, by_signal):
 
 
 @on_host
-def test_fused_launch_all_reduces_once(fuse_pair):
-    launch, shareds = fuse_pair
+def test_fused_launch_all_reduces_once(fused_launch):
+    launch, shareds = fused_launch
     with pytest.raises(RuntimeError, match="made 0 collectives, expected 1"):
         with defer_signals(), launch.ffi_collectives.use_collective_handler(DoublingHandler()):
             pass
@@ -445,11 +457,11 @@ def test_fused_launch_all_reduces_once(fuse_pair):
 
 
 @on_host
-def test_callbacks_find_their_handler(fuse_pair, pair):
-    """Another launch meanwhile changes nothing: callbacks find the launcher by their argument."""
-    runs, _ = pair
-    launch, shareds = fuse_pair
-    other = runs[0].fuse(ExchangeSpec(shareds[0].container.storage), [runs[1]], n_repeats=2)
+def test_callbacks_find_their_handler(fused_launch, pair):
+    """Each callback finds the FfiCollectives of its own program by its number."""
+    runners, _ = pair
+    launch, shareds = fused_launch
+    other = runners[0].fuse(ExchangeSpec(shareds[0].container.storage), [runners[1]], n_repeats=2)
     calls, other_calls = [], []
     with defer_signals(), launch.ffi_collectives.use_collective_handler(DoublingHandler(calls)):
         with other.ffi_collectives.use_collective_handler(DoublingHandler(other_calls), 2):
@@ -469,15 +481,15 @@ def test_launches_are_freed_with_their_function(fork):
     x, w = T.dvector("x"), shared(np.zeros(3), "w")
     f, g = synk.function([x], (x.sum(), "sum"), updates=[(w, w + x)]), synk.function([], updates=[(w, 2 * w)])
     f(np.ones(3)), g()
-    runs = [get_runner(f), get_runner(g)]
-    runs.append(runs[0].fuse(others=[runs[1]]))
-    runs[-1](JAX.from_numpy(np.ones(3)))
-    references = [weakref.ref(run) for run in runs]
+    runners = [get_runner(f), get_runner(g)]
+    runners.append(runners[0].fuse(others=[runners[1]]))
+    runners[-1](JAX.from_numpy(np.ones(3)))
+    references = [weakref.ref(runner) for runner in runners]
     gc.collect()
     gc.disable()
     try:
         del f, g
-        runs.clear()
+        runners.clear()
         assert [reference() for reference in references] == [None] * 3
     finally:
         gc.enable()

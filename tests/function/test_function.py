@@ -454,3 +454,10 @@ def test_functions_share_variables(two_ranks_per_test):
     np.testing.assert_array_equal(read(), [1, 5])
     late = synk.function([], (w * 2, "gather"))  # made after the ranks' values differ
     np.testing.assert_array_equal(late(), [2, 10])
+
+
+def test_synk_function_may_take_the_place_of_the_librarys_function(monkeypatch, two_ranks_per_test):
+    monkeypatch.setattr(package, "function", synk.function)
+    x = T.dvector("x")
+    f = package.function([x], (x.sum(), "sum"), name="total")
+    assert f(np.ones(4)) == 4

@@ -9,11 +9,13 @@ from library import NAME, shared
 from library import tensor as T
 from messages import raises
 
-import synkhronos as synk
 from synkhronos.graph_libraries import get_library, list_loaded_libraries
 from synkhronos.graph_libraries.library import has_other_references
 
 LIBRARY = get_library(T.dscalar())
+
+
+# -- keys of compiled C modules, which ranks share ---------------------------------------------------------------
 
 
 class ReadsKeyFile:
@@ -88,13 +90,6 @@ def test_references_to_a_containers_value_are_detected():
 
 
 # -- graphs ----------------------------------------------------------------------------------------------------
-
-
-def test_synk_function_may_take_the_place_of_the_librarys_function(monkeypatch, two_ranks_per_test):
-    monkeypatch.setattr(LIBRARY.package, "function", synk.function)
-    x = T.dvector("x")
-    f = LIBRARY.package.function([x], (x.sum(), "sum"), name="total")
-    assert f(np.ones(4)) == 4
 
 
 @pytest.mark.skipif(NAME != "theano", reason="about Theano's construction observers")

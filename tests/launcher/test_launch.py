@@ -35,8 +35,10 @@ def test_launch_trains_a_theano_mpi_class(tmp_path, rule):
         exchange = sum(line["exchange"] for line in lines if line["epoch"] + 1 == report["epoch"]) / 2
         assert report["seconds"]["exchange"] == pytest.approx(exchange)
     first, second = read_traces(tmp_path)
-    assert first["own"] != second["own"]  # the initial parameters of each instance
-    assert first["trace"][0][2] == second["trace"][0][2] == first["own"]  # and the parameters that training starts with
+    assert first["initial_sum"] != second["initial_sum"]  # the initial parameters of each instance
+    assert (
+        first["trace"][0][2] == second["trace"][0][2] == first["initial_sum"]
+    )  # and the parameters that training starts with
     assert first["random"] != second["random"]
     for epoch in range(3):  # shards of one order
         batches = [[step[3] for step in traces["trace"] if step[0] == epoch] for traces in (first, second)]

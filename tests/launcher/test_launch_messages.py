@@ -109,13 +109,13 @@ FILES = {
 }
 
 #: Classes that miss a part, and the message of `check`.
-CLASSES = {
+CLASSES_TO_CHECK = {
     "NoMethods": r"NoMethods: missing or invalid:\n  method compile_iter_fns\(\): compiles its functions\n  method train_iter\(\): .*\n  method val_iter\(\): .*\n  method adjust_hyperp\(\): .*\n  method cleanup\(\)",
     "NoParams": r"NoParams: missing or invalid:\n  attribute params: expected a list of shared variables, got None",
     "NonVariableParams": r"NonVariableParams: missing or invalid:\n  attribute params\[1\]: expected a shared variable, got 3",
-    "NoData": r"NoData: missing or invalid:\n  attribute data: expected an object with n_batch_train and n_batch_val, got None",
-    "NoCount": r"NoCount: missing or invalid:\n  attribute data.n_batch_val: expected a number of batches, at least 0, got 'many'",
-    "TwoArguments": r"TwoArguments\(\): expected a class that takes one config, got one that takes \['config', 'more'\]",
+    "WithoutData": r"WithoutData: missing or invalid:\n  attribute data: expected an object with n_batch_train and n_batch_val, got None",
+    "InvalidBatchCount": r"InvalidBatchCount: missing or invalid:\n  attribute data.n_batch_val: expected a number of batches, at least 0, got 'many'",
+    "WithTwoArguments": r"WithTwoArguments\(\): expected a class that takes one config, got one that takes \['config', 'more'\]",
     "RaisingMLP": r"mlp_variants.py: RaisingMLP fails when train_iter\(\) runs: KeyError: 'images' \(line \d+, in train_iter\(\)\)\n-- status",
     "UnknownRecorderCall": "'ModelRecorder' object has no attribute 'celebrate'",
     "SilentMLP": r"SilentMLP: train_iter\(\) has not called recorder.train_error\(count, cost, error\).*\n.*SilentMLP: train_iter\(\) changes none of params\n.*SilentMLP: val_iter\(\) has not called recorder.val_error",
@@ -124,7 +124,7 @@ CLASSES = {
     "not_a_class": r"modelclass: 'not_a_class' of launch_models.mlp_variants: expected a class, got 3",
 }  # fmt: skip
 #: Classes that are run, as their errors occur only on several ranks or with a setting.
-RUN = {
+CLASSES_TO_RUN = {
     "UnequalShapesMLP": ({}, r"params: of shapes \[\[5, 8\], .* on rank 0, and of \[\[5, 9\], .* on rank 1"),
     "RenamedMLP": ({"scale_lr": "true"}, r"RenamedMLP lacks:\n  method scale_lr\(size\), for scale_lr = true"),
     "RefusingMLP": ({"config.colour": "red"}, "^rank [01]: config: RefusingMLP has no 'colour'\n$"),
@@ -268,21 +268,21 @@ def checked():
     """Check all classes in one process, so that the graph library is imported once; give the outputs by name."""
     code = f"""
 from synkhronos.launcher.check_model import check_class
-for name in {list(CLASSES)}:
+for name in {list(CLASSES_TO_CHECK)}:
     print("-- case", name)
     print("-- status", check_class(f"launch_models/mlp_variants.py:{{name}}"))
 """
     return run_cases(code)
 
 
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name", CLASSES_TO_CHECK)
 def test_check_names_missing_parts_of_a_class(checked, name):
-    assert re.search(CLASSES[name], checked[name]), checked[name]
+    assert re.search(CLASSES_TO_CHECK[name], checked[name]), checked[name]
     assert checked[name].endswith("-- status 1\n")
 
 
 def test_check_runs_classes_on_one_rank_and_on_two():
-    run("check", "launch_models/mlp_variants.py:NoData", status=1, cwd=SUPPORT)
+    run("check", "launch_models/mlp_variants.py:WithoutData", status=1, cwd=SUPPORT)
     run(
         "check", "launch_models/mlp_variants.py:NoEpochs", "--set", "epochs=2", cwd=SUPPORT
     )  # as the message of the check advises
@@ -291,7 +291,7 @@ def test_check_runs_classes_on_one_rank_and_on_two():
     assert output.endswith("MLP: no problem found, on one rank and on two\n")
 
 
-def test_check_counts_batches_without_a_batch_size(capsys):
+def test_recorder_counts_batches_without_a_batch_size(capsys):
     for rows, unit in ((1, "batches"), (20, "rows")):
         recorder = ModelRecorder(0, rows_per_step=rows)
         recorder.train_error(1, 0.5, 0.1)
@@ -300,10 +300,10 @@ def test_check_counts_batches_without_a_batch_size(capsys):
         assert capsys.readouterr().out.endswith(f" {unit}/s\n")
 
 
-@pytest.mark.parametrize("name", RUN)
+@pytest.mark.parametrize("name", CLASSES_TO_RUN)
 @pytest.mark.slow
 def test_launch_names_missing_parts_of_a_class(name, tmp_path):
-    settings, words = RUN[name]
+    settings, words = CLASSES_TO_RUN[name]
     done = train(tmp_path, name, status=1, **settings)
     assert re.search(words, done.stderr) and "Traceback" not in done.stderr, done.stderr
 

@@ -78,19 +78,20 @@ def test_early_stop_keeps_the_best_epoch(tmp_path):
 
 
 def test_metric_missing_in_the_class_is_named():
-    for keep_best, metrics, words in [
+    for keep_best, metrics, message in [
         (["acc", "max"], {"loss": 1.0, "cost": 2.0}, "A lacks:\n  metric 'acc', got loss, cost$"),
         (None, {"loss": 1.0}, "A lacks:\n  metric 'cost', got loss$"),
         (None, {}, "A lacks:\n  metric 'cost', got nothing$"),
     ]:
         settings = SimpleNamespace(keep_best=keep_best, patience=3, modelclass="A")
-        with pytest.raises(ModelInterfaceError, match=words):
-            ModelEpochLoop.observe(SimpleNamespace(settings=settings), SimpleNamespace(metrics=metrics))
+        epoch_loop, report = SimpleNamespace(settings=settings), SimpleNamespace(metrics=metrics)
+        with pytest.raises(ModelInterfaceError, match=message):
+            ModelEpochLoop.observe(epoch_loop, report)
 
 
-def test_resume_with_fewer_epochs_trains_none():
-    run = SimpleNamespace(n_reports=3, n_epochs=2, is_stopped_by_model=False)
-    assert ModelEpochLoop.has_trained_all_epochs(run)
+def test_more_reports_than_epochs_is_complete():
+    epoch_loop = SimpleNamespace(n_reports=3, n_epochs=2, is_stopped_by_model=False)
+    assert ModelEpochLoop.has_trained_all_epochs(epoch_loop)
 
 
 def make_model_with_step(update_rule):
@@ -100,7 +101,7 @@ def make_model_with_step(update_rule):
     return SimpleNamespace(params=[w], train_fn=package.function([x], [], updates=list(updates.items())))
 
 
-def test_checkpoint_names_update_rule_variables():
+def test_resumption_refuses_variables_of_another_update_rule():
     """A run does not know the update rule of a class: it compares the rules' variables."""
     rules_of = {rule.__name__: rule for rule in (sgd, momentum, nesterov_momentum, adagrad, rmsprop, adadelta)}
     rules_of |= {rule.__name__: rule for rule in (adam, adamax, amsgrad)}
@@ -129,10 +130,10 @@ def signalled_runs(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("rule", "mode", "place"), [("BSP", "train", [1, 4]), ("BSP", "val", [1, 2]), ("EASGD", "train", [1, 4])]
+    ("rule", "mode", "epoch", "count"), [("BSP", "train", 1, 4), ("BSP", "val", 1, 2), ("EASGD", "train", 1, 4)]
 )
 @pytest.mark.slow
-def test_resume_after_a_signal_equals_an_undisturbed_run(tmp_path, signalled_runs, rule, mode, place):
+def test_resume_after_a_signal_equals_an_undisturbed_run(tmp_path, signalled_runs, rule, mode, epoch, count):
     pytest.importorskip("safetensors")
     options = {"rule": rule, "checkpoint": 1, "epochs": 3} | (
         {"rule_options__period": 3, "rule_options__asynchronous": "false"} if rule == "EASGD" else {}
@@ -140,7 +141,7 @@ def test_resume_after_a_signal_equals_an_undisturbed_run(tmp_path, signalled_run
     undisturbed = signalled_runs / rule
     if not undisturbed.exists():
         train(undisturbed, "SignalledMLP", **options)
-    done = train(tmp_path / "parts", "SignalledMLP", status=143, config__at=[mode, *place], **options)
+    done = train(tmp_path / "parts", "SignalledMLP", status=143, config__signal_at=[mode, epoch, count], **options)
     record = json.loads((tmp_path / "parts" / "run.json").read_text())
     newest = max((tmp_path / "parts" / "checkpoints").iterdir())
     assert (record["status"], record["signal"], record["checkpoint"]) == (143, "SIGTERM", str(newest))
@@ -165,7 +166,9 @@ def test_resume_after_a_signal_equals_an_undisturbed_run(tmp_path, signalled_run
 def test_signal_ends_an_asynchronous_run(tmp_path):
     pytest.importorskip("safetensors")
     options = {"rule": "EASGD", "checkpoint": 1, "epochs": 2}
-    train(tmp_path, "SignalledMLP", "--devices=cpu", "--ranks=3", status=143, config__at=["train", 0, 3], **options)
+    train(
+        tmp_path, "SignalledMLP", "--devices=cpu", "--ranks=3", status=143, config__signal_at=["train", 0, 3], **options
+    )
     train(tmp_path, "SignalledMLP", "--resume", **options)  # two of the three ranks continue
     assert [report["epoch"] for report in read_json_lines(tmp_path, "reports")] == [1, 2]
 

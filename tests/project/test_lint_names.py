@@ -33,6 +33,8 @@ def lint(source, **others):
 
 def test_lint_names_accepts_a_clean_file():
     assert lint(WHOLE) == lint(WHOLE.replace("its attachments", "a training\n    run")) == []
+    directive = "attachments::\n\n        letter\n\n    .. math::\n       x\n\n    Attributes\n    ----------\n    a.\n    b\n    "
+    assert lint(WHOLE.replace("attachments.", directive)) == []
 
 
 @pytest.mark.parametrize(
@@ -43,6 +45,12 @@ def test_lint_names_accepts_a_clean_file():
         ("A message", "Say how a message is sent", ("vague docstring", 2, "Say how")),
         ("A message", "The same message", ("clause for a noun", 2, "The same message and its attachments.")),
         ("A message", "What is sent", ("clause for a noun", 2, "What is sent and its attachments.")),
+        (
+            "attachments.",
+            "attachments::\n        letter, photo\n    ",
+            ("no blank line after ::", 2, "A message and its attachments::"),
+        ),
+        ("attachments.", "attachments.\n    and more.\n    ", ("sentence in lower case", 2, "and more.")),
         (
             "attachments.",
             "attachments.\n\n    Attributes\n    ----------\n    sender : str\n        Who has sent it.\n    ",

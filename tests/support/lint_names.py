@@ -73,6 +73,12 @@ SECTIONS = re.compile(
 )
 #: The first line of each description.
 DESCRIBED = re.compile(r"^\S.*\n[ ]+(\S.*)", re.MULTILINE)
+#: A line that introduces a literal block, but no directive, and the text below it without the blank line between them.
+UNSEPARATED_BLOCK = re.compile(r"^(?! *\.\. )(.*::)\n(?!\n)(?=.)", re.MULTILINE)
+#: The head of a section.
+SECTION_HEAD = re.compile(r"^\w[\w ]*\n---", re.MULTILINE)
+#: The end of a sentence at a line's end, and a lower-case word at the same indent: words between them are missing.
+LOWER_CASE_SENTENCE = re.compile(r"^([ ]*)\S.*[\w)`]\.\n\1([a-z]\w*\b.*)", re.MULTILINE)
 PACKAGE = "synkhronos/"
 #: Installed wherever mypy runs.
 REQUIRED = {"numpy", "synkhronos"}
@@ -131,6 +137,14 @@ def find_clauses_in_sections(docstring: str) -> Iterator[str]:
         yield from filter(CLAUSE_IN_SECTION.match, DESCRIBED.findall(section))
 
 
+def find_damaged_lines(docstring: str) -> Iterator[tuple[str, str]]:
+    """Yield the rule and text of lines where a blank line or words are missing, as after a merge."""
+    for line in UNSEPARATED_BLOCK.findall(docstring):
+        yield "no blank line after ::", line.strip()
+    for _, line in LOWER_CASE_SENTENCE.findall(SECTION_HEAD.split(docstring)[0]):
+        yield "sentence in lower case", line
+
+
 def find_described_arguments(function: ast.FunctionDef) -> Iterator[tuple[int, str]]:
     """Yield the line and text of the descriptions that `update_rule` inserts into the docstring of a formula."""
     for decorator in function.decorator_list:
@@ -167,6 +181,8 @@ def check_names(sources: Mapping[str, str]) -> Iterator[Finding]:
                     yield Finding("clause for a noun", path, getattr(node, "lineno", 1), first)
                 for described in find_clauses_in_sections(ast.get_docstring(node) or ""):
                     yield Finding("clause for a noun", path, getattr(node, "lineno", 1), described)
+                for rule, damaged in find_damaged_lines(ast.get_docstring(node) or ""):
+                    yield Finding(rule, path, getattr(node, "lineno", 1), damaged)
             if isinstance(node, ast.FunctionDef):
                 for line, described in find_described_arguments(node):
                     if NO_NOUN.match(described):

@@ -87,7 +87,7 @@ int NcclDtype(ffi::DataType dtype) {
   }
 }
 
-// Calls a function by its address, unless an earlier call of this launch has failed.
+// Call a function by its address, unless an earlier call of this launch has failed.
 template <typename... Args>
 void Call(FailureKind kind, int64_t address, Args... args) {
   if (state->failure_kind) return;
@@ -98,14 +98,14 @@ void Call(FailureKind kind, int64_t address, Args... args) {
   }
 }
 
-// Makes a stream wait for the present work of another one.
+// Make a stream wait for the present work of another one.
 void OrderAfter(Stream stream, Stream other) {
   void* event = reinterpret_cast<void*>(state->event);
   Call(kCuda, state->record_address, event, other);
   Call(kCuda, state->wait_address, stream, event, 0u);
 }
 
-// Makes XLA's stream wait for the reductions that were started, even after an error: they read and write XLA's memory.
+// Make XLA's stream wait for the reductions that were started, even after an error: they read and write XLA's memory.
 void Join(Stream stream) {
   if (!state->has_side_work) return;
   state->has_side_work = 0;
@@ -118,7 +118,7 @@ void Join(Stream stream) {
   }
 }
 
-// Reduces arguments `first` to `stop` into the results of the same numbers.
+// Reduce arguments `first` to `stop` into the results of the same numbers.
 void Reduce(ffi::RemainingArgs& args, ffi::RemainingRets& rets, size_t first, size_t stop, int op, Stream stream) {
   int64_t comm = __atomic_load_n(&state->comm_handle, __ATOMIC_ACQUIRE);
   if (comm == 0 && !state->failure_kind) state->failure_kind = kAborted;
@@ -131,7 +131,7 @@ void Reduce(ffi::RemainingArgs& args, ffi::RemainingRets& rets, size_t first, si
   }
 }
 
-// Checks what the program was traced with: one result for each argument to reduce, then `is_valid`.
+// Check the call's arguments and results: one result for each argument to reduce, then `is_valid`.
 ffi::Error Check(ffi::RemainingArgs& args, ffi::RemainingRets& rets) {
   if (state == nullptr || !state->is_active)
     return ffi::Error(ffi::ErrorCode::kFailedPrecondition, "an all-reduce was called outside of a launch");
@@ -151,7 +151,7 @@ ffi::Error Check(ffi::RemainingArgs& args, ffi::RemainingRets& rets) {
   return ffi::Error::Success();
 }
 
-// Starts to reduce arrays on the side stream, behind the present work of XLA's stream.
+// Start to reduce arrays on the side stream, behind the present work of XLA's stream.
 ffi::Error Start(Stream stream, ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t op, int64_t) {
   if (ffi::Error error = Check(args, rets); error.failure()) return error;
   Stream side = reinterpret_cast<Stream>(state->side_stream);
@@ -161,7 +161,7 @@ ffi::Error Start(Stream stream, ffi::RemainingArgs args, ffi::RemainingRets rets
   return ffi::Error::Success();
 }
 
-// Reduces arrays on XLA's stream, makes it wait for the first `n_started` arrays, and sets `is_valid`.
+// Reduce arrays on XLA's stream, make it wait for the first `n_started` arrays, and set `is_valid`.
 ffi::Error Finish(Stream stream, ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t op, int64_t n_started) {
   if (ffi::Error error = Check(args, rets); error.failure()) return error;
   size_t n_arrays = rets.size() - 1;
@@ -190,5 +190,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(synkhronos_native_finish, Finish, Binding());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(synkhronos_recordable_finish, Finish, Binding(),
                               {ffi::Traits::kCmdBufferCompatible});
 
-// Passes the state of the launches that follow.
+// Pass the state of the launches that follow.
 extern "C" void synkhronos_set_launch_state(LaunchState* next) { state = next; }

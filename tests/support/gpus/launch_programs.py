@@ -3,7 +3,7 @@
 import numpy as np
 import pytensor
 import pytensor.tensor as T
-from cuda.core import COMPUTE
+from cuda.core import XLA_STREAM
 from nccl import wire
 from nccl.bindings import nccl
 
@@ -24,7 +24,7 @@ def fork_and_record(n):
 
     def record_all_reduce(source, target, count, dtype, op, handle, stream):
         all_reduce(source, target, count, dtype, op, handle, stream)
-        name = "all-reduced" if stream in (None, COMPUTE) else "started"  # None: XLA on a CPU has no streams
+        name = "all-reduced" if stream in (None, XLA_STREAM) else "started"  # None: XLA on a CPU has no streams
         _collectives.append(f"{name} {count} of {np.dtype(wire.DTYPES[dtype]).name};")
 
     nccl.all_reduce = record_all_reduce

@@ -49,7 +49,7 @@ def compute_digest(*arrays: Any) -> str:
     return hashlib.blake2b(b"".join(np.asarray(a).tobytes() for a in arrays), digest_size=8).hexdigest()
 
 
-def train() -> None:
+def train_network() -> None:
     """Train a small network for 30 steps on rows by index, and write into its data in between."""
     n = fork()
     rng = np.random.default_rng(0)
@@ -152,7 +152,7 @@ def call_functions() -> None:
     try:
         f(np.ones((4, 7)), batch=[9])
     except IndexError:
-        print("right")
+        print("passed")
 
 
 def map_files(path: str, other: str) -> None:
@@ -190,7 +190,7 @@ def check_error(error: type[Exception], words: str, call: Any) -> None:
         raise AssertionError(words)
 
 
-def use_parts() -> None:
+def use_local_parts() -> None:
     """Load rows on each host, compute on them, and index rows of other hosts."""
     n = fork()
     n_local_ranks, is_alone = int(HOSTS[0].partition(":")[2]), len(HOSTS) == 1
@@ -237,7 +237,7 @@ def use_parts() -> None:
         words = f"rank {n - 1} on host b raised RuntimeError: load({start}, 1001), for rank {n - 1}: OSError: the disk"
         check_error(synk.WorkerError, words, lambda: synk.data_parts(load, 1001))
     np.testing.assert_array_equal(f(data)[0], 2 * whole)
-    print("right")
+    print("passed")
 
 
 def use_local_rows(context: synk.RankContext, rows: Any, f: Any) -> Any:
@@ -273,7 +273,7 @@ def pass_parts_to_programs() -> None:
                 words = f"rank {r}'s host has {local_rows.start} to {local_rows.stop - 1} (rows.local_rows)"
                 assert len(errors) == 3 and all(words in error for error in errors), errors
     assert sum(len(results[host_ranks[0]][0]) for host_ranks in ranks.get_session().ranks_by_host) == 101
-    print("right", n)
+    print("passed", n)
 
 
 def train_on_parts(counts: str) -> None:
@@ -380,7 +380,7 @@ def all_reduce_often(context: synk.RankContext) -> bool:
     return all(context.all_reduce(np.full(3, k), "sum")[0] == context.size * k for k in range(100))
 
 
-def run_programs() -> None:
+def run_rank_programs() -> None:
     """Run a program on each rank."""
     n = fork()
     from hosts import programs  # other ranks import it by its name
@@ -444,7 +444,7 @@ def use_locks() -> None:
             assert failing_rank >= n
             assert all(result == results[0] for result in results) and sum(results[0]) == 10 * n, results
     assert synk.bytes_sent() - before > 6_000_000  # at least one row of the first host
-    print("right")
+    print("passed")
 
 
 def run_rule_tests() -> None:
@@ -464,7 +464,7 @@ def run_rule_tests() -> None:
     tests.test_easgd_alpha_of_one_swaps_and_half_averages(n)
     for replace in (False, True):
         tests.test_swap_exchanges_parameters(n, replace)
-    print("right")
+    print("passed")
 
 
 def train_by_trainer() -> None:
@@ -531,7 +531,7 @@ def train_asynchronously() -> None:
             *_, last_report = again.epochs(5, 16, valid=(X, Y), checkpoints=CheckpointFolder(folder), resume="latest")
             assert again.count_uses().tolist() == [16.0] * len(X), name
             assert last_report.validation["mse"] < last.validation["mse"], (name, last, last_report)
-    print("right")
+    print("passed")
 
 
 @dataclass(frozen=True)
@@ -646,7 +646,7 @@ def replace_killed_workers() -> None:
                 assert [where for _, *where in synk.run(programs.describe_process)] == [[name, value]] * n
             os.chdir(folder)
     assert session._group.link._mpirun.pid == mpirun_pid  # no agent was lost
-    print("right")
+    print("passed")
 
 
 def train_through_deaths(name: str, seed: str, source: str = "arrays") -> None:
@@ -680,7 +680,7 @@ def train_through_deaths(name: str, seed: str, source: str = "arrays") -> None:
     if name in SYNCHRONOUS:
         np.testing.assert_array_equal(values, expected)
         assert [(r.loss, r.validation) for r in reports] == [(r.loss, r.validation) for r in expected_reports]
-    print("right")
+    print("passed")
 
 
 def train_from_loader_by_easgd() -> None:
@@ -690,7 +690,7 @@ def train_from_loader_by_easgd() -> None:
     fork()
     with pytest.raises(ValueError, match="^x_data: on several hosts a Loader needs the exchange rule BSP"):
         make_epochs(Model("EASGD"), "loader", 1)
-    print("right")
+    print("passed")
 
 
 def train_through_loss_of_host(name: str, fault: str, source: str = "arrays") -> None:
@@ -739,7 +739,7 @@ def train_through_loss_of_host(name: str, fault: str, source: str = "arrays") ->
         np.testing.assert_array_equal(resumed.values(), model.values())
         assert [(r.loss, r.validation) for r in resumed_reports] == [(r.loss, r.validation) for r in reports[1:]]
     synk.close()
-    print("right")
+    print("passed")
 
 
 def train_on_parts_through_loss_of_host(name: str, step: str) -> None:
@@ -789,7 +789,7 @@ def train_on_parts_through_loss_of_host(name: str, step: str) -> None:
         for rows in steps:
             train(X[rows], Y[rows])
         np.testing.assert_allclose(model.values(), [*w.get_value(), *b.get_value()], rtol=1e-12)
-    print("right")
+    print("passed")
 
 
 def serve() -> None:

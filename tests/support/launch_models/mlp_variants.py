@@ -21,7 +21,7 @@ class TracingMLP(MLP):
 
     def __init__(self, config):
         super().__init__(config)
-        self.own = float(self.w1.get_value().sum())
+        self.initial_sum = float(self.w1.get_value().sum())
         self.trace = []
         self.folder = config["trace"]
 
@@ -33,7 +33,7 @@ class TracingMLP(MLP):
 
     def cleanup(self):
         with open(os.path.join(self.folder, f"trace-{self.rank}.json"), "w") as file:
-            json.dump({"own": self.own, "trace": self.trace, "random": float(np.random.random())}, file)
+            json.dump({"initial_sum": self.initial_sum, "trace": self.trace, "random": float(np.random.random())}, file)
 
 
 class RefusingMLP(MLP):
@@ -231,12 +231,12 @@ class NonVariableParams(MLP):
         self.params = [self.w1, 3]
 
 
-class NoData(MLP):
+class WithoutData(MLP):
     def compile_iter_fns(self, sync_type="avg"):
         self.data = None
 
 
-class NoCount(MLP):
+class InvalidBatchCount(MLP):
     def compile_iter_fns(self, sync_type="avg"):
         self.data.n_batch_val = "many"
 
@@ -258,7 +258,7 @@ class SilentMLP(MLP):
         pass
 
 
-class TwoArguments(MLP):
+class WithTwoArguments(MLP):
     def __init__(self, config, more):
         super().__init__(config)
 
@@ -283,11 +283,11 @@ class SignalledMLP(RandomRateMLP):
     def __init__(self, config):
         super().__init__(config)
         stop_signals.CHECK_INTERVAL_SECONDS = 0.0  # ranks that step together ask after each step
-        self.at = config.get("at", [])
+        self.signal_place = config.get("signal_at")  # mode, epoch and count of the iteration
 
     def train_iter(self, count, recorder):
         super().train_iter(count, recorder)
-        self.receive("train", count)
+        self.signal_if_due("train", count)
 
     def compile_iter_fns(self, sync_type="avg"):
         super().compile_iter_fns(sync_type)
@@ -298,10 +298,10 @@ class SignalledMLP(RandomRateMLP):
         noise = float(self.draw()) + np.random.random() + random.random()
         recorder.val_error(count, cost + noise, error, 0.0)
         self.current_v = (self.current_v + 1) % self.data.n_batch_val
-        self.receive("val", self.current_v)
+        self.signal_if_due("val", self.current_v)
 
-    def receive(self, mode, count):
-        if self.rank == 0 and self.at == [mode, self.epoch, count]:
+    def signal_if_due(self, mode, count):
+        if self.rank == 0 and self.signal_place == [mode, self.epoch, count]:
             os.kill(os.getpid(), signal.SIGTERM)
 
 

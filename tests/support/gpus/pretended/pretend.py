@@ -82,14 +82,14 @@ def install():
 
     PygpuDevice.requirements = {}
     PygpuDevice.open_gpu = start_pygpu
-    PygpuDevice.stream = cuda.core.COMPUTE
+    PygpuDevice.stream = cuda.core.XLA_STREAM
 
     xla_communicator.find_function_addresses = find_function_addresses
 
     JaxDevice.requirements = {}
     JaxDevice.open_gpu = start
     JaxDevice.get_address = lambda self, array: int(array.block_until_ready().unsafe_buffer_pointer())
-    JaxDevice._compute_stream = ComputeStream(cuda.core.COMPUTE, True)
+    JaxDevice._compute_stream = ComputeStream(cuda.core.XLA_STREAM, True)
     # Streams are synchronous here, but XLA is not, so its launches are waited for.
     launched = JaxDevice.after_launch
 

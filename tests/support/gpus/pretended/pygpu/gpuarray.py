@@ -69,7 +69,7 @@ def array(value, dtype=None, copy=True, order="C", ndmin=0, context=None, cls=No
 
 def empty(shape, dtype="float64", order="C", context=None, cls=None):
     assert context is not None, "there is no default context"
-    return (cls or GpuArray)(np.full(shape, 85).astype(dtype), context)  # of whatever there is
+    return (cls or GpuArray)(np.full(shape, 85).astype(dtype), context)  # real memory is not initialized
 
 
 def concatenate(parts, axis=0, context=None):

@@ -5,11 +5,12 @@ import types
 
 import numpy as np
 
-#: XLA's stream.
-COMPUTE = 7
+#: Handle of XLA's stream.
+XLA_STREAM = 7
 #: PCI address of the GPU to which this process was bound.
 PCI_ADDRESS = ""
-_ITEMS = {"uint4": 16, "unsigned long long": 8, "unsigned int": 4, "unsigned short": 2, "unsigned char": 1}
+#: Sizes of the kernel's types of items.
+_ITEM_NBYTES = {"uint4": 16, "unsigned long long": 8, "unsigned int": 4, "unsigned short": 2, "unsigned char": 1}
 
 
 class StreamOptions:
@@ -65,12 +66,12 @@ class Program:
         return self
 
     def get_kernel(self, name):
-        return _ITEMS[name.removeprefix("gather<").partition(",")[0]]
+        return _ITEM_NBYTES[name.removeprefix("gather<").partition(",")[0]]
 
 
-def launch(stream, config, size, source, index, target, count, width):
+def launch(stream, config, item_nbytes, source, index, target, count, width):
     """Run the kernel `gather`: copy ``count`` items, ``width`` a row, from the rows of the indexes."""
     count, width = int(count), int(width)
     rows = np.ctypeslib.as_array((ctypes.c_int64 * (count // width)).from_address(index))
     for position, row in enumerate(rows.tolist()):
-        ctypes.memmove(target + position * width * size, source + row * width * size, width * size)
+        ctypes.memmove(target + position * width * item_nbytes, source + row * width * item_nbytes, width * item_nbytes)
