@@ -1,7 +1,7 @@
 """Checks of arguments and of installed packages.
 
-A ``check_`` function returns a valid argument as a built-in type.  For an invalid one it raises an error with the
-argument's name, the expected values and the given value.
+For an invalid argument, a ``check_`` function raises an error with the argument's name, the expected values and the
+given value.  Most of these functions return a valid argument, as a built-in type.
 """
 
 from __future__ import annotations

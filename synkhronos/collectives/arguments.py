@@ -23,7 +23,7 @@ from synkhronos.ranks import ArrayLocation, Session
 from synkhronos.replication.replicator import Replicator, is_registered
 from synkhronos.variable_types import SharedVariable, SharedVariables
 
-#: Number of bytes up to which memory for a value is kept for the next collective.
+#: Maximal number of bytes of a value whose memory is kept for the next collective.
 _MAX_BUFFERED_NBYTES = 1 << 16
 
 

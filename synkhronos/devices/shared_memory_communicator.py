@@ -27,7 +27,7 @@ from synkhronos.devices.reduce_op import REDUCE_OPS, ReduceOp
 from synkhronos.ranks import Rank
 from synkhronos.ranks.control_memory import SCRATCH_NBYTES
 
-#: Number of bytes of all contributions to a reduction up to which each rank reduces them all, to save a barrier.
+#: Maximal number of bytes of all contributions to a reduction that each rank reduces completely, to save a barrier.
 _MAX_SMALL_NBYTES = 1 << 17
 
 

@@ -3,8 +3,7 @@
 Each rank selects its rows of the inputs, computes, and passes its outputs to the engine.  The engine reduces them over
 the ranks, or stores them until they are read.
 
-The first call of a variant compiles it.  The order of the ranks depends on the compiler
-(`CompileOrder`)::
+The first call of a variant compiles it.  The order of the ranks depends on the compiler (`CompileOrder`)::
 
     MASTER_FIRST    the master compiles  |barrier|  the workers compile, from the cache on disk
     IN_PARALLEL     all ranks compile
@@ -95,7 +94,7 @@ class Call(_CallFields, Command):
 
     @property
     def effect(self) -> str | None:
-        """Effect of the command, for the error message of a rank that fails after it."""
+        """Sentence for error messages: what the command has changed if a rank fails later; or None."""
         return "The function's updates were applied" if self.has_updates else None
 
     def find_row_accesses(self, size: int, host_ranks: range) -> Iterator[RowAccess]:

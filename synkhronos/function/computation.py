@@ -102,7 +102,7 @@ class Computation:
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**self.__dict__, "compiled_variants": {}, "buffers": defaultdict(dict), "user_code": None}
-        # They depend on this computation's inputs.  The worker's variables have those of the first that it received.
+        # A worker's variable keeps the default update of the first computation that used it, with that one's inputs.
         state["default_updates"] = self.default_updates
         # The process that unpickles it chooses its own engine and device.
         for name in _ENGINE_ATTRIBUTES:

@@ -174,7 +174,10 @@ class CallInputWriter:
         return get_array_location(value) if isinstance(value, Data) else self._buffers.write(position, value)
 
     def write_batch_s(self, session: Session, batch_s: Any) -> tuple[Any, ...]:
-        """Return one slice, or location of indexes in shared memory, for each rank.  Ranks check the indexes' range."""
+        """Write ``batch_s``.  Return one slice, or location of indexes in shared memory, for each rank.
+
+        Ranks check the indexes' range.
+        """
         by_rank = split_selections_by_rank(batch_s, session.size)
         selections: list[Any] = []
         for r, selection in enumerate([batch_s] if by_rank is None else by_rank):

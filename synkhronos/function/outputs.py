@@ -21,11 +21,11 @@ from synkhronos.devices import NUMPY, ArrayLayout, find_device, get_rank_device
 from synkhronos.function.output_op import Accumulator, OutputOp
 from synkhronos.ranks import MAX_PAYLOAD_NBYTES, Rank
 
-#: Number of bytes up to which an array's contents are gathered together with its shape.
+#: Maximal number of bytes of an array whose contents are gathered together with its shape.
 MAX_SMALL_NBYTES = 1 << 12
 #: Maximal number of scalars in a record, which has to fit into a slot.
 _MAX_SCALARS = 1024
-#: Number of ranks from which the scalars of all ranks are reduced as one array; fewer are faster one by one.
+#: Minimal number of ranks whose scalars are reduced as one array.  Fewer scalars are reduced faster one by one.
 _MIN_RANKS_OF_ARRAY = 4
 
 

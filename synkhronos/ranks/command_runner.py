@@ -181,7 +181,7 @@ class CommandRunner(ABC):
         return self.run_without_releases(command)
 
     def finish_releases(self) -> None:
-        """Release on the workers the objects that the master has released.  The lock has to be held."""
+        """Tell the workers to drop the objects that the master has released.  The lock has to be held."""
         self._finish_last_command()
         if self.memory.unsent_releases:
             self.memory.synchronize()

@@ -28,7 +28,7 @@ from synkhronos.ranks.interrupts import defer_signals
 
 #: Message that accompanies a segment's file: key, number of bytes, whether it is a user's file.
 _SEGMENT_HEADER = struct.Struct("=QQ?")
-#: Number of bytes of shared memory from which on `check_free_memory` checks.
+#: Minimal number of bytes of shared memory that `check_free_memory` checks.
 _MIN_CHECKED_NBYTES = 64 << 20
 #: Advice in errors that report a lack of shared memory.
 _MEMORY_ADVICE = "delete Data objects that are no longer needed, or give the container or job more memory"

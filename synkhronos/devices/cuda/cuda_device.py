@@ -23,7 +23,7 @@ from synkhronos.patching import set_environment
 from synkhronos.ranks import ArrayLocation, Rank, count_available_cores
 from synkhronos.variable_types import Array
 
-#: Number of threads that make the pages of a large array in host memory, and the bytes from which an array is large.
+#: Number of threads that make the pages of a large array in host memory, and the minimal bytes of a large array.
 _MAX_PAGE_THREADS, _MIN_PAGE_NBYTES = 4, 1 << 22
 
 

@@ -93,8 +93,8 @@ def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         key = name.removeprefix(ENVIRONMENT_PREFIX).lower()
         if key in SETTING_KEYS:
             settings[key] = _parse_value(value)
+        # Names unlike any setting are those of variables that other packages read.
         elif name != "SYNKHRONOS_DEVICE" and (similar := format_similar(key, SETTING_KEYS, 0.8)):
-            # Other packages read other variables.
             raise SettingsError(f"environment: {name} is not a setting{similar}")
     return settings
 

@@ -33,7 +33,11 @@ def to_cost(metrics: Mapping[str, float], metric: tuple[str, str]) -> float:
 
 @dataclass
 class EarlyStopping:
-    """Best value of a metric so far, as a cost: lower is better.  ``metric`` is empty before the first value."""
+    """Best value of a metric so far, as a cost: lower is better.
+
+    ``metric`` is the label of the metric, such as "validation loss", which is compared only for equality.  It is empty
+    before the first value.
+    """
 
     metric: str = ""
     best: float = math.inf

@@ -55,8 +55,8 @@ from synkhronos.variable_types import Array, SharedVariable, Variable, Variables
 WeightedLoss: TypeAlias = tuple[Array, Array | None]
 #: Maximal number of steps with a sharded optimizer in one command.
 _MAX_SHARDED_STEPS = 256
-#: Number of bytes of scattered rows per step from which each step is a launch.  Such steps take long enough for Python
-#: to copy the next rows and launch the next step: ResNet-50 is slower with many steps in a launch.
+#: Minimal number of bytes of scattered rows per step for which each step is a launch.  Such steps take long enough for
+#: Python to copy the next rows and launch the next step: ResNet-50 is slower with many steps in a launch.
 _LONG_STEP_NBYTES = 4 << 20
 
 
