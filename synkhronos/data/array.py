@@ -63,7 +63,7 @@ class Data:
         self._session = ranks.get_session()
         self._segment: ranks.Segment | None = None
         try:
-            self._array = np.zeros((0,) * min(ndim, 99), self._dtype)  # NumPy refuses as many dimensions
+            self._array = np.zeros((0,) * min(ndim, 99), self._dtype)  # more than NumPy supports: ValueError
         except ValueError as error:
             raise ValueError(
                 f"ndim: expected a number of dimensions that NumPy supports, got {ndim}: {error}"

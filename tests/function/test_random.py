@@ -220,7 +220,7 @@ def test_random_state_is_saved_and_restored(fork, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_seed_sets_generators_of_all_ranks(fork, kind):
+def test_broadcast_sets_generators_of_all_ranks(fork, kind):
     fork(3, master_rank=1)
     first = draw_on_ranks(kind, seed=8)
     draws, updates = stream(kind, seed=3)
@@ -276,7 +276,7 @@ def test_collectives_refuse_generators(kind, two_ranks_per_test):
 
 if NAME == "pytensor":
 
-    def test_fork_refuses_generators_without_jumps(fork):
+    def test_distribute_refuses_generators_without_jumps(fork):
         fork(2)
         draws, updates = stream("SFC64")
         f = synk.function([], (draws, "gather"), updates=updates)

@@ -248,10 +248,8 @@ def find_unprepared_calls(tree):
 
 
 def test_every_call_begins_with_begin_call():
-    """In devices/cuda, `call_lock` is another lock: the one of NCCL's calls."""
     for path in FILES:
-        if "cuda" not in path.parts:
-            assert list(find_unprepared_calls(parse(path))) == [], path
+        assert list(find_unprepared_calls(parse(path))) == [], path
 
 
 def test_find_unprepared_calls_finds_them():

@@ -87,7 +87,7 @@ class PeriodicExchange:
         return self._steps_left <= 0
 
     def run(self) -> None:
-        """Run the exchange rule's exchange, and restart the count of steps."""
+        """Run the exchange rule's exchange, and set the number of steps since the last exchange to 0."""
         with ActivityTimer(self._seconds, "exchange", lambda: self._context.wait_seconds):
             self.exchange_rule.exchange(self._context, self.state)
             self.state.steps_since_exchange = 0
