@@ -429,7 +429,7 @@ SECOND_LIBRARY_PROGRAMS = [
     "tests/project/test_docs.py::test_code_block_runs",
     "tests/ranks/test_faults.py::test_exception_in_a_worker_leaves_ranks_usable",
     "tests/ranks/test_interrupts.py::test_interrupt_is_raised_and_the_next_call_works",
-    "tests/hosts/test_hosts.py::test_hosts_compute_the_same_bits_as_one_host[train]",
+    "tests/hosts/test_hosts.py::test_hosts_compute_the_same_bits_as_one_host[train_network]",
     "tests/hosts/test_hosts_gpus.py::test_all_reduce_accepts_theano_gpu_arrays_on_hosts",
 ]
 #: Number of failures of a job up to which these tests are run a second time: more are no accident.
