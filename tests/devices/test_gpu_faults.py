@@ -186,6 +186,22 @@ def test_interrupt_after_the_start_of_an_all_reduce_keeps_the_result(fork, monke
         np.testing.assert_array_equal(synk.gather(w), [total] * N_RANKS)
 
 
+def prepare_repeated_all_reduce(fork):
+    """Fork, and reduce a variable twice.  Return the variable, its value, and the command that reduces it again."""
+    fork(N_RANKS)
+    w, values = make_filled_variable("float32")
+    for _ in range(2):
+        synk.all_reduce(w, "sum")
+    return w, sum(values) * N_RANKS, prepare_command(ranks.get_session(), w, AllReduceValues, ("sum", True))
+
+
+def check_sum(w, total):
+    """Check that all ranks have the value ``total``, and can reduce it."""
+    np.testing.assert_array_equal(synk.gather(w), [total] * N_RANKS)
+    synk.all_reduce(w, "sum")
+    np.testing.assert_array_equal(synk.gather(w), [total * N_RANKS] * N_RANKS)
+
+
 class FailInRepeatedAllReduce(Command):
     """A repeated all-reduce in which one rank fails instead of starting it."""
 
@@ -207,31 +223,20 @@ class FailInRepeatedAllReduce(Command):
 
 
 def test_exception_in_a_repeated_all_reduce_keeps_the_values(fork):
-    fork(N_RANKS)
-    w, values = make_filled_variable("float32")
-    for _ in range(2):
-        synk.all_reduce(w, "sum")
-    command = prepare_command(ranks.get_session(), w, AllReduceValues, ("sum", True))
+    w, total, command = prepare_repeated_all_reduce(fork)
     with pytest.raises(synk.WorkerError, match="the sum is odd"):
         ranks.get_session().run(FailInRepeatedAllReduce(command))
-    total = sum(values) * N_RANKS
-    np.testing.assert_array_equal(synk.gather(w), [total] * N_RANKS)
-    synk.all_reduce(w, "sum")
-    np.testing.assert_array_equal(synk.gather(w), [total * N_RANKS] * N_RANKS)
+    check_sum(w, total)
 
 
 @needs_jax  # Theano's all-reduces start after the comparison, in place
 @pytest.mark.new_ranks
 def test_death_in_a_repeated_all_reduce_keeps_the_values(fork):
-    fork(N_RANKS)
-    w, values = make_filled_variable("float32")
-    for _ in range(2):
-        synk.all_reduce(w, "sum")
-    command = prepare_command(ranks.get_session(), w, AllReduceValues, ("sum", True))
+    w, total, command = prepare_repeated_all_reduce(fork)
     with time_limit(FAULT_LIMIT), pytest.raises(synk.WorkerError, match="killed by SIGKILL") as caught:
         ranks.get_session().run(FailInRepeatedAllReduce(command, "SIGKILL"))
     assert "invalid" not in str(caught.value)
-    np.testing.assert_array_equal(np.asarray(w.get_value()), sum(values) * N_RANKS)
+    np.testing.assert_array_equal(np.asarray(w.get_value()), total)
 
 
 class SlowOperation(PendingOperation):
@@ -259,17 +264,10 @@ class FailAfterRepeatedAllReduce(Command):
 
 
 def test_exception_on_a_worker_after_the_start_of_a_repeated_all_reduce_keeps_the_results(fork):
-    fork(N_RANKS)
-    w, values = make_filled_variable("float32")
-    for _ in range(2):
-        synk.all_reduce(w, "sum")
-    command = prepare_command(ranks.get_session(), w, AllReduceValues, ("sum", True))
+    w, total, command = prepare_repeated_all_reduce(fork)
     with pytest.raises(synk.WorkerError, match="the sum is odd"):
         ranks.get_session().run(FailAfterRepeatedAllReduce(command))
-    total = sum(values) * N_RANKS**2
-    np.testing.assert_array_equal(synk.gather(w), [total] * N_RANKS)
-    synk.all_reduce(w, "sum")
-    np.testing.assert_array_equal(synk.gather(w), [total * N_RANKS] * N_RANKS)
+    check_sum(w, total * N_RANKS)
 
 
 @needs_jax
@@ -277,10 +275,7 @@ def test_exception_on_a_worker_after_the_start_of_a_repeated_all_reduce_keeps_th
     ("method", "is_stored"), [("all_reduce_into", False), ("compare_digests_after_start", True), ("wait_briefly", True)]
 )
 def test_interrupt_in_a_repeated_all_reduce_changes_all_ranks_or_none(fork, monkeypatch, method, is_stored):
-    fork(N_RANKS)
-    w, values = make_filled_variable("float32")
-    for _ in range(2):
-        synk.all_reduce(w, "sum")
+    w, total, _ = prepare_repeated_all_reduce(fork)
     original = getattr(NcclCommunicator, method)
 
     def interrupt(*arguments):
@@ -291,7 +286,7 @@ def test_interrupt_in_a_repeated_all_reduce_changes_all_ranks_or_none(fork, monk
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(NcclCommunicator, method, interrupt)
         synk.all_reduce(w, "sum")
-    total = sum(values) * N_RANKS ** (2 if is_stored else 1)
+    total *= N_RANKS if is_stored else 1
     np.testing.assert_array_equal(synk.gather(w), [total] * N_RANKS)
     for _ in range(2):
         synk.all_reduce(w, "sum")
