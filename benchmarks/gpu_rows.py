@@ -27,7 +27,7 @@ from benchmarks._measure import (
     time_interleaved,
 )
 from synkhronos import ranks
-from synkhronos.data.data_access import get_array_location
+from synkhronos.data_objects.data_access import get_array_location
 from synkhronos.devices import get_rank_device
 from synkhronos.devices.cuda.staging import check_result
 from synkhronos.ranks import ArrayLocation, Command, Rank

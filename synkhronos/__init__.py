@@ -27,8 +27,8 @@ from synkhronos.collectives.calls import (
     scatter,
     set_value,
 )
-from synkhronos.data import Data, FileData, PartsData, data, data_file, data_parts
-from synkhronos.function import Function, distribute, function
+from synkhronos.data_objects import Data, FileData, PartsData, data, data_file, data_parts
+from synkhronos.functions import Function, distribute, function
 from synkhronos.gpus import get_n_gpu
 from synkhronos.programs import RankContext, run
 from synkhronos.ranks import WorkerError

@@ -13,9 +13,9 @@ import numpy as np
 
 from synkhronos.casts import check_dense
 from synkhronos.checks import check_choice, check_distinct, check_list, describe
-from synkhronos.data import Data
-from synkhronos.data.data_access import SharedBuffers, check_session, copy_to_shared, get_array_location
-from synkhronos.data.rows import split_selection
+from synkhronos.data_objects import Data
+from synkhronos.data_objects.data_access import SharedBuffers, check_session, copy_to_shared, get_array_location
+from synkhronos.data_objects.rows import split_selection
 from synkhronos.devices import Selection
 from synkhronos.devices.reduce_op import REDUCE_OPS, list_collective_ops
 from synkhronos.graph_libraries import get_library

@@ -38,9 +38,9 @@ from synkhronos.collectives.commands import (
     Scatter,
     SetGenerators,
 )
-from synkhronos.data import Data
-from synkhronos.data.data_access import get_array_location
-from synkhronos.data.rows import BatchArgument, select_rows, split_selection
+from synkhronos.data_objects import Data
+from synkhronos.data_objects.data_access import get_array_location
+from synkhronos.data_objects.rows import BatchArgument, select_rows, split_selection
 from synkhronos.graph_libraries import get_library
 from synkhronos.ranks import Command, Session
 from synkhronos.replication.random_streams import record_new_seeds

@@ -20,7 +20,7 @@ import numpy as np
 
 from synkhronos.checks import describe
 from synkhronos.containers import BoundedCache
-from synkhronos.data.rows import split_selection
+from synkhronos.data_objects.rows import split_selection
 from synkhronos.devices import (
     NUMPY,
     ArrayLayout,

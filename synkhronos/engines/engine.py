@@ -105,7 +105,7 @@ class GradientExchange(Protocol):
 
 
 class ReducibleOutputs(Protocol):
-    """Outputs of a call on one rank.  `synkhronos.function.outputs` implements it."""
+    """Outputs of a call on one rank.  `synkhronos.functions.outputs` implements it."""
 
     @property
     def values(self) -> list[Any]:

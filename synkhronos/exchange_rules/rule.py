@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from synkhronos.checks import check_at_least, check_number
-from synkhronos.data import Data
-from synkhronos.data.data_access import create_unpublished
+from synkhronos.data_objects import Data
+from synkhronos.data_objects.data_access import create_unpublished
 from synkhronos.devices import NUMPY, find_device
 from synkhronos.exchange_rules.state import BATCHES_KEY, ExchangeState, concatenate
 from synkhronos.programs import RankContext

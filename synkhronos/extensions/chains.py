@@ -26,7 +26,7 @@ from types import FrameType
 from typing import Any
 
 from synkhronos import ranks
-from synkhronos.data.rows import get_share_bounds
+from synkhronos.data_objects.rows import get_share_bounds
 from synkhronos.devices import NUMPY, get_rank_device
 from synkhronos.extensions.row_slices import create_slice_queue
 from synkhronos.ranks import Session, WorkerError

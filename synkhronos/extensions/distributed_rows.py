@@ -17,9 +17,9 @@ from pytensor.tensor import TensorType
 
 from synkhronos.checks import describe
 from synkhronos.collectives.calls import scatter
-from synkhronos.data import Data
-from synkhronos.data.array import ReadOnlyData
-from synkhronos.data.rows import get_share_bounds
+from synkhronos.data_objects import Data
+from synkhronos.data_objects.array import ReadOnlyData
+from synkhronos.data_objects.rows import get_share_bounds
 from synkhronos.devices import NUMPY, Device
 from synkhronos.extensions.row_slices import SlicedSum, compute_queued_slice_bounds, compute_slice_bounds_by_rank
 from synkhronos.graph_libraries import get_library

@@ -52,7 +52,7 @@ from synkhronos.extensions.rows_sum_graph import (
     sort_params,
 )
 from synkhronos.extensions.sampler_threads import is_foreign_thread, stop_sampler, warn_of_ignored_errors
-from synkhronos.function import Function, function, get_dispatcher
+from synkhronos.functions import Function, function, get_dispatcher
 from synkhronos.variable_types import Array, FunctionGraph, Node
 
 __all__ = ["sum_over_rows"]

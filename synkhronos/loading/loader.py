@@ -27,8 +27,8 @@ import numpy as np
 from synkhronos import ranks
 from synkhronos.casts import as_numbers, check_cast
 from synkhronos.checks import check_at_least, check_choice, check_flag, check_index, describe, suggest_keywords
-from synkhronos.data import Data
-from synkhronos.data.data_access import create_data_with_file
+from synkhronos.data_objects import Data
+from synkhronos.data_objects.data_access import create_data_with_file
 from synkhronos.devices import Selection
 from synkhronos.graph_libraries import get_library
 from synkhronos.loading.augment import make_row_generator

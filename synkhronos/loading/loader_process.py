@@ -27,7 +27,7 @@ import cloudpickle
 import numpy as np
 
 from synkhronos.casts import as_numbers, check_cast
-from synkhronos.data.rows import get_share_bounds
+from synkhronos.data_objects.rows import get_share_bounds
 from synkhronos.loading.augment import make_row_generator
 from synkhronos.loading.ring import READ, SKIPPED, ReadPlan, Ring, RingLayout, iterate_units, order_rows
 from synkhronos.loading.sources import ArraySource, IterableSource, describe_row

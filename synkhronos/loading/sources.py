@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from synkhronos.casts import cast, check_dense
 from synkhronos.checks import check_at_least, check_choice, import_package, suggest_keywords
-from synkhronos.data import Data
+from synkhronos.data_objects import Data
 
 #: Maximal number of open files of one array, in each process.
 _MAX_OPEN_FILES = 64

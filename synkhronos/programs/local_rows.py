@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from synkhronos.casts import cast
-from synkhronos.data.array import as_numpy
-from synkhronos.data.rows import find_max_row, find_min_row, select_rows
+from synkhronos.data_objects.array import as_numpy
+from synkhronos.data_objects.rows import find_max_row, find_min_row, select_rows
 from synkhronos.devices import NUMPY, Device, Selection, find_device, take_rows
 from synkhronos.devices.selection import Buffers
 from synkhronos.ranks import ArrayLocation, Rank

@@ -16,12 +16,12 @@ import cloudpickle
 
 from synkhronos import ranks
 from synkhronos.collectives.commands import gather_pickles
-from synkhronos.data import Data
-from synkhronos.data.data_access import check_session, get_array_location, is_published
-from synkhronos.function import Function, get_dispatcher
-from synkhronos.function.computation import DEFAULT_VARIANT
-from synkhronos.function.rank_mean import RankMeanContext
-from synkhronos.function.slow_warning import warn_if_slow
+from synkhronos.data_objects import Data
+from synkhronos.data_objects.data_access import check_session, get_array_location, is_published
+from synkhronos.functions import Function, get_dispatcher
+from synkhronos.functions.computation import DEFAULT_VARIANT
+from synkhronos.functions.rank_mean import RankMeanContext
+from synkhronos.functions.slow_warning import warn_if_slow
 from synkhronos.graph_libraries import list_loaded_libraries
 from synkhronos.programs.local_function import LocalFunction
 from synkhronos.programs.local_rows import LocalRows

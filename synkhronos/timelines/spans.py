@@ -15,8 +15,8 @@ from typing import Any
 
 from synkhronos.devices import Communicator, Device
 from synkhronos.engines.engine import Engine, Runner
-from synkhronos.function.call import Call
-from synkhronos.function.computation import Computation
+from synkhronos.functions.call import Call
+from synkhronos.functions.computation import Computation
 from synkhronos.loading.loader import LoaderRows
 from synkhronos.ranks import Command, Rank
 from synkhronos.ranks.command_runner import CommandRunner

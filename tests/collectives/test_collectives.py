@@ -12,7 +12,7 @@ from library import tensor as T
 from messages import raises
 
 import synkhronos as synk
-from synkhronos.data.rows import get_share_bounds
+from synkhronos.data_objects.rows import get_share_bounds
 from synkhronos.ranks.control_memory import SCRATCH_NBYTES
 
 INTEGERS = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]

@@ -15,7 +15,7 @@ from system import run_code, run_on_pretended_gpus, wait_until
 
 import synkhronos as synk
 from synkhronos import devices, ranks
-from synkhronos.data.data_access import get_array_location
+from synkhronos.data_objects.data_access import get_array_location
 from synkhronos.devices import JAX, PYGPU, cuda
 from synkhronos.devices.cuda.nccl import NcclGroupCommunicator
 from synkhronos.devices.cuda.staging import Staging, _PinnedMemory

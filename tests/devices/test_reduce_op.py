@@ -7,7 +7,7 @@ from library import DEVICE, GPU_DEVICE, shared, tensor
 import synkhronos as synk
 from synkhronos.devices import JAX, NUMPY, PYGPU
 from synkhronos.devices.reduce_op import REDUCE_OPS, ReduceOp, list_metric_ops
-from synkhronos.function.output_op import Accumulator, OutputOp
+from synkhronos.functions.output_op import Accumulator, OutputOp
 from synkhronos.training import make_trainer
 from synkhronos.training.updates import sgd
 

@@ -13,7 +13,7 @@ from library import tensor as T
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.function import get_dispatcher
+from synkhronos.functions import get_dispatcher
 from synkhronos.ranks import Command
 from synkhronos.training import make_train_function
 from synkhronos.training.updates import adam

@@ -13,7 +13,7 @@ from library import XLA, limit_examples  # noqa: E402
 
 import synkhronos as synk  # noqa: E402
 from synkhronos.extensions.attention import dot_product_attention  # noqa: E402
-from synkhronos.function.computation import DEFAULT_VARIANT  # noqa: E402
+from synkhronos.functions.computation import DEFAULT_VARIANT  # noqa: E402
 from synkhronos.lowering.attention_ops import Attention, AttentionGradient  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("rewrites")

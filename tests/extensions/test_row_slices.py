@@ -14,7 +14,7 @@ import pytensor.tensor as pt  # noqa: E402
 from library import HOSTS, XLA, function  # noqa: E402
 
 import synkhronos as synk  # noqa: E402
-from synkhronos.data.rows import get_share_bounds  # noqa: E402
+from synkhronos.data_objects.rows import get_share_bounds  # noqa: E402
 from synkhronos.extensions import row_slices  # noqa: E402
 from synkhronos.extensions.chains import run_forked, set_chain  # noqa: E402
 from synkhronos.extensions.rows_sum import sum_over_rows  # noqa: E402

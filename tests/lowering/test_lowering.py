@@ -16,7 +16,7 @@ from library import tensor as T
 import synkhronos as synk
 from synkhronos.extensions.train import make_train_function
 from synkhronos.extensions.updates import sgd
-from synkhronos.function.computation import DEFAULT_VARIANT
+from synkhronos.functions.computation import DEFAULT_VARIANT
 from synkhronos.lowering import scatter
 from synkhronos.lowering.linker import with_static_length_linker
 

@@ -307,7 +307,7 @@ def test_reference_has_all_public_attributes():
     documented = set(list_documented_members())
     pages = "\n".join(page.read_text() for page in (ROOT / "docs").glob("*.rst"))
     names = {"": vars(synk)}
-    for package in "data function launcher loading programs exchange_rules timelines training".split():
+    for package in "data_objects functions launcher loading programs exchange_rules timelines training".split():
         names[package] = vars(importlib.import_module(f"synkhronos.{package}"))
     classes = {value for space in names.values() for value in space.values() if inspect.isclass(value)}
     missing = {}

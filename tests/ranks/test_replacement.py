@@ -13,7 +13,7 @@ from trainer_model import draw_row_noise
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.function.function import get_dispatcher
+from synkhronos.functions.function import get_dispatcher
 
 pytestmark = [
     pytest.mark.skipif(DEVICE != "host" or bool(HOSTS), reason="workers that are forks of this process"),

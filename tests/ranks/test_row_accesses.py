@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from synkhronos.function.call import Call, ScatteredInput
+from synkhronos.functions.call import Call, ScatteredInput
 from synkhronos.ranks import ArrayLocation, Command, RowAccess
 from synkhronos.ranks.command import find_nested_row_accesses
 

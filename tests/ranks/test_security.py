@@ -144,7 +144,7 @@ def test_unpickling_happens_only_in_known_places():
             if name in ("loads", "Unpickler", "eval", "exec") or (name == "load" and pickles):
                 places.add((str(path.relative_to(PACKAGE)), name))
     assert places == {
-        ("function/function.py", "loads"),  # a generator that the same line pickles: a deep copy
+        ("functions/function.py", "loads"),  # a generator that the same line pickles: a deep copy
         ("replication/replicator.py", "Unpickler"),  # graphs, from a segment that the master filled
         ("replication/replicator.py", "load"),
         ("hosts/agent.py", "loads"),  # the master's plan, from the mailbox

@@ -12,7 +12,7 @@ import pytest
 from library import DEVICE, ENVIRONMENT_WITHOUT_COMPILER, NAME, tensor
 
 import synkhronos as synk
-from synkhronos.function.dispatcher import Dispatcher
+from synkhronos.functions.dispatcher import Dispatcher
 from synkhronos.replication.user_code import UserCode, compute_digest, find_outdated_modules, is_user_module
 
 if NAME == "pytensor":

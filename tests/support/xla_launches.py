@@ -3,7 +3,7 @@
 import pytest
 from library import DEVICE
 
-from synkhronos.function.computation import DEFAULT_VARIANT
+from synkhronos.functions.computation import DEFAULT_VARIANT
 
 on_host = pytest.mark.skipif(DEVICE == "gpu", reason="stands in for other ranks in host memory")
 

@@ -10,7 +10,7 @@ from library import XLA, shared, tensor
 
 import synkhronos as synk
 from synkhronos.extensions.train import make_train_function
-from synkhronos.function.call import RankCall
+from synkhronos.functions.call import RankCall
 from synkhronos.training import CheckpointFolder, make_trainer
 from synkhronos.training import updates as u
 from synkhronos.training.train_function.step_command import ShardedStepCommand

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.data.rows import get_share_bounds
+from synkhronos.data_objects.rows import get_share_bounds
 from synkhronos.launcher.model_class.model_interface import ModelInterfaceError, is_count, shorten_repr
 from synkhronos.loading import Loader
 

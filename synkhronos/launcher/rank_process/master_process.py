@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from synkhronos.compat.theano_import import import_theano_before_fork
-from synkhronos.data.data_access import create_unpublished
+from synkhronos.data_objects.data_access import create_unpublished
 from synkhronos.exchange_rules import allocate_shared_arrays
 from synkhronos.hosts import MissingGpuError
 from synkhronos.launcher import core_binding

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.data.parts import PartsData
+from synkhronos.data_objects.parts import PartsData
 
 #: Maximal number of bytes of rows that are searched at once: the search copies them.
 _BLOCK_NBYTES = 1 << 26

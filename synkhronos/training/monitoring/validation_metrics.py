@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synkhronos.devices.reduce_op import list_metric_ops
-from synkhronos.function.output_op import Accumulator, OutputOp
+from synkhronos.functions.output_op import Accumulator, OutputOp
 from synkhronos.graph_libraries import is_variable
 from synkhronos.training.train_function.weighted_mean import make_weighted_outputs, warn_of_varying_denominators
 from synkhronos.training.updates.arguments import find_library

@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from synkhronos.data.rows import select_rows
-from synkhronos.function.inputs import split_selections_by_rank, to_integer_indexes
+from synkhronos.data_objects.rows import select_rows
+from synkhronos.functions.inputs import split_selections_by_rank, to_integer_indexes
 
 #: Maximal number of bytes of a rank's rows in one launch of several steps.
 MAX_LAUNCH_NBYTES = 1 << 30

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from synkhronos.casts import as_numbers
-from synkhronos.data.rows import BatchArgument, select_rows
+from synkhronos.data_objects.rows import BatchArgument, select_rows
 from synkhronos.devices import take_rows
 from synkhronos.graph_libraries import get_library
 from synkhronos.training.train_function.extra_updates import UpdatesArgument

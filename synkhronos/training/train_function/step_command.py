@@ -24,7 +24,7 @@ from synkhronos.collectives.commands import (
 from synkhronos.containers import BoundedCache
 from synkhronos.devices import NUMPY, get_array_device, get_rank_device
 from synkhronos.engines import GradientExchange, Runner, StepShards
-from synkhronos.function.call import Call, RankCall
+from synkhronos.functions.call import Call, RankCall
 from synkhronos.graph_libraries import get_library
 from synkhronos.graph_libraries.library import CompileOrder
 from synkhronos.ranks import Command, Rank

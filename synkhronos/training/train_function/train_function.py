@@ -26,10 +26,10 @@ from synkhronos.casts import check_cast
 from synkhronos.checks import check_list
 from synkhronos.collectives.calls import prepare_command
 from synkhronos.collectives.commands import AllReduceValues, GetLayouts
-from synkhronos.data.rows import BatchArgument
+from synkhronos.data_objects.rows import BatchArgument
 from synkhronos.devices import NUMPY
-from synkhronos.function import function, get_dispatcher
-from synkhronos.function.call import Call
+from synkhronos.functions import function, get_dispatcher
+from synkhronos.functions.call import Call
 from synkhronos.graph_libraries import get_library
 from synkhronos.replication.replicator import distribute_variables
 from synkhronos.training.train_function.extra_updates import UpdatesArgument, append_averaged_updates

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from synkhronos.checks import check_list, format_similar
-from synkhronos.data import Data
-from synkhronos.data.rows import BatchArgument
-from synkhronos.function.rank_mean import RankMeanOp
+from synkhronos.data_objects import Data
+from synkhronos.data_objects.rows import BatchArgument
+from synkhronos.functions.rank_mean import RankMeanOp
 from synkhronos.graph_libraries import get_library
 from synkhronos.training.train_function.extra_updates import UpdatesArgument, parse_extra_updates
 from synkhronos.training.train_function.step_options import StepOptions

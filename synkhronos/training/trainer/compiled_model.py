@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 from synkhronos.exchange_rules import ExchangeRule
-from synkhronos.function import Function, function
+from synkhronos.functions import Function, function
 from synkhronos.training.checkpoints.rank_state import RankStateSpec
 from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
 from synkhronos.training.monitoring.validation_metrics import Metric

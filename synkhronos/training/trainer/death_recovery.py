@@ -30,7 +30,7 @@ import numpy as np
 
 from synkhronos import ranks
 from synkhronos.devices import is_fork_unsafe
-from synkhronos.function import distribute
+from synkhronos.functions import distribute
 from synkhronos.programs import RankContext, run
 from synkhronos.ranks import WorkerError
 from synkhronos.ranks.errors import Death, describe_rank

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synkhronos import ranks
-from synkhronos.data import Data
-from synkhronos.data import data as make_data
-from synkhronos.data.parts import PartsData, iterate_shuffled_batches, redistribute_rows
+from synkhronos.data_objects import Data
+from synkhronos.data_objects import data as make_data
+from synkhronos.data_objects.parts import PartsData, iterate_shuffled_batches, redistribute_rows
 from synkhronos.loading import Loader
 from synkhronos.loading.loader import LoaderRows, open_rows
 from synkhronos.training.monitoring.recorder import Recorder

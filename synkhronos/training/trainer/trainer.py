@@ -19,8 +19,8 @@ import numpy as np
 from synkhronos import ranks
 from synkhronos.casts import as_numbers, check_cast
 from synkhronos.checks import check_at_least, check_choice, check_flag, check_number, describe, suggest_keywords
-from synkhronos.data import Data
-from synkhronos.data import data as make_data
+from synkhronos.data_objects import Data
+from synkhronos.data_objects import data as make_data
 from synkhronos.exchange_rules import BSP, EAMSGD, ExchangeRule
 from synkhronos.loading import Loader
 from synkhronos.loading.loader import set_row_dtypes

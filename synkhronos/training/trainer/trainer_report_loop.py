@@ -20,9 +20,9 @@ from typing import Any, NoReturn
 
 from synkhronos import ranks
 from synkhronos.checks import describe
-from synkhronos.data import Data
-from synkhronos.data import data as make_data
-from synkhronos.data.parts import iterate_ordered_batches
+from synkhronos.data_objects import Data
+from synkhronos.data_objects import data as make_data
+from synkhronos.data_objects.parts import iterate_ordered_batches
 from synkhronos.loading import Loader, LoadError
 from synkhronos.loading.loader import LoaderRows, record_position
 from synkhronos.programs import run

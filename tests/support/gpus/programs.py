@@ -15,7 +15,7 @@ from system import LIMIT, measure_shared_memory
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.data.data_access import get_array_location
+from synkhronos.data_objects.data_access import get_array_location
 from synkhronos.devices import get_rank_device
 
 HOSTS = os.environ["HOSTS"].split(",")

@@ -23,7 +23,7 @@ from system import wait_in_c
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.data.data_access import create_unpublished
+from synkhronos.data_objects.data_access import create_unpublished
 from synkhronos.devices import NUMPY
 from synkhronos.hosts.pipes import PipeEnd
 from synkhronos.ranks import Command

@@ -26,8 +26,8 @@ from system import list_children
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.data.data_access import create_unpublished
-from synkhronos.data.rows import get_share_bounds
+from synkhronos.data_objects.data_access import create_unpublished
+from synkhronos.data_objects.rows import get_share_bounds
 from synkhronos.hosts import mpirun
 from synkhronos.ranks.mailbox import Mailbox
 from synkhronos.training import make_train_function, make_train_function_serial, updates

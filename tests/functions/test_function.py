@@ -13,7 +13,7 @@ from messages import raises
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.function.outputs import MAX_SMALL_NBYTES
+from synkhronos.functions.outputs import MAX_SMALL_NBYTES
 from synkhronos.ranks.control_memory import SCRATCH_NBYTES
 
 pytestmark = pytest.mark.usefixtures("rewrites")

@@ -6,7 +6,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from messages import raises
 
-from synkhronos.data.rows import find_max_row, find_min_row, get_share_bounds, select_rows, split_selection
+from synkhronos.data_objects.rows import find_max_row, find_min_row, get_share_bounds, select_rows, split_selection
 from synkhronos.devices import take_rows
 
 lengths = st.integers(0, 12)

@@ -13,8 +13,8 @@ from messages import raises
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.data.parts import PartsData, iterate_shuffled_batches, redistribute_rows
-from synkhronos.data.rows import get_share_bounds
+from synkhronos.data_objects.parts import PartsData, iterate_shuffled_batches, redistribute_rows
+from synkhronos.data_objects.rows import get_share_bounds
 
 pytestmark = [
     pytest.mark.skipif(bool(HOSTS), reason="has hosts of its own"),

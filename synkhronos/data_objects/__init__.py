@@ -5,8 +5,8 @@ use them; these two are read-only.  With several hosts, rows of `Data` are sent 
 read on each host, and loaded rows stay on their host.
 """
 
-from synkhronos.data.array import Data, data
-from synkhronos.data.file import FileData, data_file
-from synkhronos.data.parts import PartsData, data_parts
+from synkhronos.data_objects.array import Data, data
+from synkhronos.data_objects.file import FileData, data_file
+from synkhronos.data_objects.parts import PartsData, data_parts
 
 __all__ = ["Data", "FileData", "PartsData", "data", "data_file", "data_parts"]

@@ -13,8 +13,8 @@ import numpy as np
 from synkhronos.checks import check_distinct, check_name, describe
 from synkhronos.devices import Device
 from synkhronos.devices.reduce_op import list_ops
-from synkhronos.function.computation import Computation
-from synkhronos.function.output_op import OutputOp
+from synkhronos.functions.computation import Computation
+from synkhronos.functions.output_op import OutputOp
 from synkhronos.graph_libraries import GraphLibrary, get_library, is_variable, list_loaded_libraries
 from synkhronos.graph_libraries.library import InputSpec
 

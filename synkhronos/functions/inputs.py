@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from synkhronos.casts import check_dense
-from synkhronos.data import Data
-from synkhronos.data.data_access import SharedBuffers, check_session, get_array_location
-from synkhronos.data.rows import (
+from synkhronos.data_objects import Data
+from synkhronos.data_objects.data_access import SharedBuffers, check_session, get_array_location
+from synkhronos.data_objects.rows import (
     BatchArgument,
     as_index_array,
     check_slice_bounds,
@@ -24,8 +24,8 @@ from synkhronos.data.rows import (
     select_rows_unbounded,
 )
 from synkhronos.devices import Selection
-from synkhronos.function.call import ScatteredInput
-from synkhronos.function.computation import Computation
+from synkhronos.functions.call import ScatteredInput
+from synkhronos.functions.computation import Computation
 from synkhronos.ranks import ArrayLocation, Session
 
 _MISSING = object()

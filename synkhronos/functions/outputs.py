@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synkhronos.devices import NUMPY, ArrayLayout, find_device, get_rank_device
-from synkhronos.function.output_op import Accumulator, OutputOp
+from synkhronos.functions.output_op import Accumulator, OutputOp
 from synkhronos.ranks import MAX_PAYLOAD_NBYTES, Rank
 
 #: Maximal number of bytes of an array whose contents are gathered together with its shape.

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from synkhronos import ranks
-from synkhronos.data.array import Data, data
+from synkhronos.data_objects.array import Data, data
 from synkhronos.devices import Selection, take_rows
 from synkhronos.ranks import ArrayLocation, Session
 

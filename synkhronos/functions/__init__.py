@@ -9,6 +9,6 @@ A call passes through five layers, from its arguments to its results::
     RankOutputs         reduces the outputs over ranks                every rank
 """
 
-from synkhronos.function.function import Function, distribute, function, get_dispatcher
+from synkhronos.functions.function import Function, distribute, function, get_dispatcher
 
 __all__ = ["Function", "distribute", "function", "get_dispatcher"]

@@ -12,7 +12,7 @@ import numpy as np
 
 from synkhronos import ranks
 from synkhronos.casts import NUMBER_KINDS
-from synkhronos.data.array import ReadOnlyData
+from synkhronos.data_objects.array import ReadOnlyData
 from synkhronos.ranks import ArrayLocation
 
 

@@ -9,9 +9,9 @@ from library import shared, tensor
 from messages import raises
 
 import synkhronos as synk
-from synkhronos.data.rows import get_share_bounds
+from synkhronos.data_objects.rows import get_share_bounds
 from synkhronos.devices.reduce_op import REDUCE_OPS
-from synkhronos.function.output_op import Accumulator, OutputOp
+from synkhronos.functions.output_op import Accumulator, OutputOp
 
 FLOATS = ["float16", "float32", "float64"]
 INTEGERS = ["int8", "uint8", "int32", "int64", "bool"]

@@ -26,9 +26,9 @@ import numpy as np
 from synkhronos.devices import NUMPY, Device
 from synkhronos.devices.selection import Buffers
 from synkhronos.engines import Engine, Runner, choose_engine
-from synkhronos.function.output_op import OutputOp
-from synkhronos.function.outputs import OutputSpec
-from synkhronos.function.rank_mean import count_rank_means
+from synkhronos.functions.output_op import OutputOp
+from synkhronos.functions.outputs import OutputSpec
+from synkhronos.functions.rank_mean import count_rank_means
 from synkhronos.graph_libraries import GraphLibrary
 from synkhronos.graph_libraries.library import CompileOrder, InputSpec
 from synkhronos.replication.user_code import UserCode

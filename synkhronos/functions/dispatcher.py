@@ -20,10 +20,10 @@ import numpy as np
 from synkhronos import ranks
 from synkhronos.checks import check_at_least, check_integer
 from synkhronos.containers import WeakKeyDict
-from synkhronos.data.rows import BatchArgument
-from synkhronos.function.call import Call
-from synkhronos.function.computation import DEFAULT_VARIANT, Computation, RowSelector, Variant
-from synkhronos.function.inputs import CallInputWriter, has_only_contiguous_slices
+from synkhronos.data_objects.rows import BatchArgument
+from synkhronos.functions.call import Call
+from synkhronos.functions.computation import DEFAULT_VARIANT, Computation, RowSelector, Variant
+from synkhronos.functions.inputs import CallInputWriter, has_only_contiguous_slices
 from synkhronos.ranks import Session
 from synkhronos.replication.replicator import Replicator
 

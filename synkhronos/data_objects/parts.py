@@ -20,8 +20,8 @@ import numpy.typing as npt
 from synkhronos import ranks
 from synkhronos.casts import as_numbers
 from synkhronos.checks import check_at_least
-from synkhronos.data.array import ReadOnlyData
-from synkhronos.data.rows import find_max_row, find_min_row, select_rows, split_selection
+from synkhronos.data_objects.array import ReadOnlyData
+from synkhronos.data_objects.rows import find_max_row, find_min_row, select_rows, split_selection
 from synkhronos.ranks import ArrayLocation, Command, Rank, Segment, Session
 from synkhronos.ranks.segments import create_unlinked_file
 from synkhronos.replication.replicator import Replicator

@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from synkhronos import ranks
-from synkhronos.data import Data, data
-from synkhronos.data.rows import BatchArgument
+from synkhronos.data_objects import Data, data
+from synkhronos.data_objects.rows import BatchArgument
 from synkhronos.devices import find_device, get_rank_device
-from synkhronos.function.arguments import build_computation, is_single_output
-from synkhronos.function.computation import DEFAULT_VARIANT, Computation
-from synkhronos.function.dispatcher import Dispatcher, distribute_scheduled, schedule_distribution
+from synkhronos.functions.arguments import build_computation, is_single_output
+from synkhronos.functions.computation import DEFAULT_VARIANT, Computation
+from synkhronos.functions.dispatcher import Dispatcher, distribute_scheduled, schedule_distribution
 from synkhronos.replication.replicator import register_shareds
 
 

@@ -156,7 +156,7 @@ def test_distribute_to_one_rank_needs_no_pickle(fork):
 
 
 def test_slow_compilation_is_reported_once(fork, monkeypatch, caplog):
-    monkeypatch.setattr(sys.modules["synkhronos.function.slow_warning"], "WARN_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(sys.modules["synkhronos.functions.slow_warning"], "WARN_AFTER_SECONDS", 0.0)
     fork(2)
     x = T.dvector("x")
     f = synk.function([x], (x.sum(), "sum"), name="slow")

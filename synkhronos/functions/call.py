@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.data.rows import get_share_bounds, select_rows, split_selection
+from synkhronos.data_objects.rows import get_share_bounds, select_rows, split_selection
 from synkhronos.devices import NUMPY, Selection
 from synkhronos.engines import Runner
-from synkhronos.function.computation import CompiledVariant, Computation, RowSelector, Variant
-from synkhronos.function.output_op import Accumulator
-from synkhronos.function.outputs import RankOutputs
-from synkhronos.function.rank_mean import RankMeanContext
-from synkhronos.function.slow_warning import warn_if_slow
+from synkhronos.functions.computation import CompiledVariant, Computation, RowSelector, Variant
+from synkhronos.functions.output_op import Accumulator
+from synkhronos.functions.outputs import RankOutputs
+from synkhronos.functions.rank_mean import RankMeanContext
+from synkhronos.functions.slow_warning import warn_if_slow
 from synkhronos.graph_libraries.library import CompileOrder
 from synkhronos.ranks import ArrayLocation, Command, Rank, RowAccess
 
