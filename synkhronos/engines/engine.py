@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from synkhronos.devices import NUMPY, Device
+from synkhronos.engines.outputs import RankOutputs
 from synkhronos.graph_libraries import GraphLibrary
 from synkhronos.ranks import Command, Rank, Session
 from synkhronos.variable_types import CompiledFunction, Mode
@@ -104,31 +105,6 @@ class GradientExchange(Protocol):
         """Return the connected communicator and the shape, right before the launch.  Both are equal on all ranks."""
 
 
-class ReducibleOutputs(Protocol):
-    """Outputs of a call on one rank.  `synkhronos.functions.outputs` implements it."""
-
-    @property
-    def values(self) -> list[Any]:
-        """Values of the outputs; empty on a rank without rows."""
-
-    @property
-    def n_outputs(self) -> int:
-        """Number of outputs."""
-
-    def with_values(self, values: list[Any]) -> Self:
-        """Return a copy with other values."""
-
-    def reduce(self, rank: Rank) -> Any:
-        """Reduce the outputs over all ranks.  Return a list of values in the master."""
-
-    @classmethod
-    def reduce_many(cls, rank: Rank, outputs_by_call: Sequence[Self]) -> list[Any]:
-        """Return the results of `reduce` for several calls."""
-
-    def freeze(self, rank: Rank) -> Self:
-        """Return a copy that can be reduced after shared variables have changed."""
-
-
 class Engine:
     """Launches compiled functions of one kind.
 
@@ -178,7 +154,7 @@ class Engine:
         """Return outputs as NumPy arrays, after they have been computed; large ones may stay on a GPU."""
         return self.device.to_numpy_many(values, leaves_large=True)
 
-    def reduce_or_store_outputs(self, rank: Rank, outputs: ReducibleOutputs) -> Any:
+    def reduce_or_store_outputs(self, rank: Rank, outputs: RankOutputs) -> Any:
         """Reduce this rank's outputs of a call, or store them until they are read.
 
         Return the argument ``command_result`` of `make_results`.

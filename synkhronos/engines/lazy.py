@@ -24,7 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from synkhronos import ranks
-from synkhronos.engines.engine import Engine, ReducibleOutputs
+from synkhronos.engines.engine import Engine
+from synkhronos.engines.outputs import RankOutputs
 from synkhronos.ranks import Command, PendingOperation, Rank, Session
 
 #: The ranks drop the outputs of calls that were read or deleted once there are this many of these calls.
@@ -33,7 +34,7 @@ _MAX_DROPPABLE_CALLS = 256
 _MAX_DROPPABLE_NBYTES = 1 << 24
 
 
-class _StoredOutputs(dict[int, tuple[Engine, ReducibleOutputs]], PendingOperation):
+class _StoredOutputs(dict[int, tuple[Engine, RankOutputs]], PendingOperation):
     """A rank's stored outputs, each with the engine that fetches it, by the number of the command."""
 
     def __init__(self, rank: Rank):
@@ -58,7 +59,7 @@ class ReduceStoredOutputs(Command):
     def run(self, rank: Rank) -> Any:
         """Return a list of outputs for each call in the master."""
         stored = [_get_stored_outputs(rank)[number] for number in self.command_numbers]
-        outputs: list[ReducibleOutputs] = []
+        outputs: list[RankOutputs] = []
         for engine, group in groupby(stored, itemgetter(0)):
             own_outputs = [call_outputs for _, call_outputs in group]
             fetched = iter(
@@ -67,7 +68,7 @@ class ReduceStoredOutputs(Command):
             for call_outputs in own_outputs:
                 outputs.append(call_outputs.with_values(list(islice(fetched, len(call_outputs.values)))))
         # Outputs are not dropped here: if the master's part fails, it fetches them again.
-        return type(outputs[0]).reduce_many(rank, outputs)
+        return RankOutputs.reduce_many(rank, outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,14 +306,14 @@ class LazyEngine(Engine):
         """Drop stored outputs of calls that were read or deleted, if there are many."""
         ResultTable.get_or_create(session).drop_unneeded(session)
 
-    def reduce_or_store_outputs(self, rank: Rank, outputs: ReducibleOutputs) -> tuple[int, int, int]:
+    def reduce_or_store_outputs(self, rank: Rank, outputs: RankOutputs) -> tuple[int, int, int]:
         """Store the outputs until they are read.  Return the arguments of `ResultTable.add_call`."""
         outputs = outputs.freeze(rank)
         stored = _get_stored_outputs(rank)
         assert rank.command_number not in stored, "two calls with outputs in one command"
         stored[rank.command_number] = self, outputs
         nbytes = sum(int(getattr(value, "nbytes", 0)) for value in outputs.values)
-        return rank.command_number, nbytes, outputs.n_outputs
+        return rank.command_number, nbytes, len(outputs.spec.ops)
 
     def make_results(self, session: Session, command_result: tuple[int, int, int]) -> list[Any]:
         """Return a `Result` for each output."""

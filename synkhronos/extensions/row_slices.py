@@ -23,9 +23,9 @@ import numpy as np
 
 from synkhronos.data_objects.data_access import copy_to_shared, get_array_location
 from synkhronos.data_objects.rows import get_share_bounds
+from synkhronos.engines.outputs import RankOutputs
 from synkhronos.functions.call import Call
 from synkhronos.functions.dispatcher import Dispatcher
-from synkhronos.functions.outputs import RankOutputs
 from synkhronos.graph_libraries.library import get_storage
 from synkhronos.ranks import ArrayLocation, Command, Rank, Session
 from synkhronos.replication.replicator import distribute_variables

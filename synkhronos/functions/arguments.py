@@ -12,9 +12,8 @@ import numpy as np
 
 from synkhronos.checks import check_distinct, check_name, describe
 from synkhronos.devices import Device
-from synkhronos.devices.reduce_op import list_ops
+from synkhronos.devices.reduce_op import REDUCE_OPS, list_ops
 from synkhronos.functions.computation import Computation
-from synkhronos.functions.output_op import OutputOp
 from synkhronos.graph_libraries import GraphLibrary, get_library, is_variable, list_loaded_libraries
 from synkhronos.graph_libraries.library import InputSpec
 
@@ -108,14 +107,14 @@ def _parse_inputs(
 
 def _parse_updates(
     library: GraphLibrary, updates: list[tuple[Any, Any, Any]]
-) -> tuple[list[tuple[Any, Any]], list[OutputOp]]:
+) -> tuple[list[tuple[Any, Any]], list[str | None]]:
     """Return pairs of shared variable and new value, and the op by which each new value is accumulated over slices."""
     pairs, ops = [], []
     for shared, expression, op in updates:
         if not library.is_shared(shared):
             raise TypeError(f"updates: expected a shared variable to update, got {shared!r}")
         pairs.append((shared, _convert_replacement(library, shared, expression, "updates")))
-        ops.append(OutputOp.parse(op, f"updates: the op of {describe(shared)}"))
+        ops.append(parse_op(op, f"updates: the op of {describe(shared)}"))
     check_distinct([shared for shared, _ in pairs], "updates")
     return pairs, ops
 
@@ -260,20 +259,36 @@ def _parse_input(library: GraphLibrary, value: object, name: str, allow_downcast
     return spec
 
 
-def _parse_output_op(library: GraphLibrary, output: object, op: object, position: int) -> OutputOp:
+def parse_op(op: object, argument: str) -> str | None:
+    """Return the name of an op: a key of `REDUCE_OPS`, or None.  Raise TypeError or ValueError that name the argument.
+
+    The prefix ``c_`` is dropped.  With it, scripts of 2017 ask for a reduction in host memory, as all outputs have now.
+    """
+    if op is None:
+        return None
+    expected = ", ".join(map(repr, REDUCE_OPS)) + " or None"
+    if not isinstance(op, str):
+        raise TypeError(f"{argument}: expected an op ({expected}), got {op!r}")
+    name = op.removeprefix("c_")
+    if name not in REDUCE_OPS:
+        raise ValueError(f"{argument}: expected an op ({expected}), got {op!r}")
+    return name
+
+
+def _parse_output_op(library: GraphLibrary, output: object, op: object, position: int) -> str | None:
     """Return the op of an output.  Raise TypeError or ValueError if the output can't be reduced by it."""
-    parsed = OutputOp.parse(op, f"outputs: the op of output {position}")
+    parsed = parse_op(op, f"outputs: the op of output {position}")
     variable = library.get_output_variable(output)
-    if parsed.name is None:
-        return parsed
+    if parsed is None:
+        return None
     if not library.is_array(variable):
         raise TypeError(f"outputs: output {position} of type {variable.type} can't be reduced; use op None")
     dtype = np.dtype(variable.type.dtype)
-    if not parsed.reduce_op.can_reduce(dtype):
+    if not REDUCE_OPS[parsed].can_reduce(dtype):
         is_bool = dtype.kind == "b"
         alternatives = "'max' (any), 'min' (all), 'gather'" if is_bool else ", ".join(map(repr, list_ops(dtype)))
         raise ValueError(
-            f"outputs: op {parsed.full_name!r} of output {position} is not defined for dtype {dtype}; "
+            f"outputs: op {op!r} of output {position} is not defined for dtype {dtype}; "
             f"choose {alternatives} or None, or cast the output"
         )
     return parsed

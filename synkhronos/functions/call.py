@@ -21,9 +21,9 @@ import numpy as np
 from synkhronos.data_objects.rows import get_share_bounds, select_rows, split_selection
 from synkhronos.devices import NUMPY, Selection
 from synkhronos.engines import Runner
+from synkhronos.engines.accumulator import Accumulator
+from synkhronos.engines.outputs import RankOutputs
 from synkhronos.functions.computation import CompiledVariant, Computation, RowSelector, Variant
-from synkhronos.functions.output_op import Accumulator
-from synkhronos.functions.outputs import RankOutputs
 from synkhronos.functions.rank_mean import RankMeanContext
 from synkhronos.functions.slow_warning import warn_if_slow
 from synkhronos.graph_libraries.library import CompileOrder

@@ -26,8 +26,7 @@ import numpy as np
 from synkhronos.devices import NUMPY, Device
 from synkhronos.devices.selection import Buffers
 from synkhronos.engines import Engine, Runner, choose_engine
-from synkhronos.functions.output_op import OutputOp
-from synkhronos.functions.outputs import OutputSpec
+from synkhronos.engines.outputs import OutputSpec
 from synkhronos.functions.rank_mean import count_rank_means
 from synkhronos.graph_libraries import GraphLibrary
 from synkhronos.graph_libraries.library import CompileOrder, InputSpec
@@ -81,10 +80,10 @@ class Computation:
     n_scattered: int
     #: Variables, or instances of the library's ``Out``.
     outputs: list[Any]
-    output_ops: list[OutputOp]
+    output_ops: list[str | None]
     #: Pairs of a shared variable and its new value.
     updates: list[tuple[Any, Any]]
-    update_ops: list[OutputOp]
+    update_ops: list[str | None]
     #: Substitutions in the graph.
     givens: list[tuple[Any, Any]]
     #: Shared variables whose rows ``batch_s`` selects and ``num_slices`` divides.
@@ -128,7 +127,7 @@ class Computation:
         outputs = [
             self.library.get_output_variable(output)
             for output, op in zip(self.outputs, self.output_ops, strict=True)
-            if op.name is not None
+            if op is not None
         ]
         new_values = [value for _, value in self.updates + self.givens]
         variables = [v for v in outputs + new_values if self.library.is_variable(v)]
@@ -254,7 +253,7 @@ class Computation:
                 kwargs["no_default_updates"] = True
         return library.function(inputs, outputs, updates=pairs, givens=givens, **kwargs)
 
-    def list_accumulated_updates(self) -> list[tuple[Any, OutputOp]]:
+    def list_accumulated_updates(self) -> list[tuple[Any, str | None]]:
         """Return the shared variables whose updates are accumulated over slices, with their ops."""
         ops = self.update_ops + [_choose_default_update_op(shared) for shared, _ in self.default_updates]
         return [
@@ -286,7 +285,7 @@ class Computation:
         return [index], lambda shared: shared[index]
 
 
-def _choose_default_update_op(shared: SharedVariable) -> OutputOp:
+def _choose_default_update_op(shared: SharedVariable) -> str | None:
     """Return the op of a default update: "avg", or None for integers, whose average is no integer."""
     is_integer = getattr(shared.type, "dtype", "") and np.dtype(shared.type.dtype).kind in "biu"
-    return OutputOp(None if is_integer else "avg")
+    return None if is_integer else "avg"

@@ -21,6 +21,7 @@ from synkhronos import ranks
 from synkhronos.checks import check_at_least, check_integer
 from synkhronos.containers import WeakKeyDict
 from synkhronos.data_objects.rows import BatchArgument
+from synkhronos.devices.reduce_op import REDUCE_OPS
 from synkhronos.functions.call import Call
 from synkhronos.functions.computation import DEFAULT_VARIANT, Computation, RowSelector, Variant
 from synkhronos.functions.inputs import CallInputWriter, has_only_contiguous_slices
@@ -129,14 +130,14 @@ class Dispatcher:
             )
         for shared, op in computation.list_accumulated_updates():
             if not computation.library.is_array(shared):
-                if op.name is not None:
+                if op is not None:
                     raise TypeError(
                         f"num_slices={num_slices}: the update of {shared.name!r} of type {shared.type} can't be "
                         "accumulated; give it the op None, which keeps the value of the last slice"
                     )
-            elif op.name is not None and not op.reduce_op.can_reduce(np.dtype(shared.type.dtype)):
+            elif op is not None and not REDUCE_OPS[op].can_reduce(np.dtype(shared.type.dtype)):
                 raise ValueError(
-                    f"num_slices={num_slices}: op {op.full_name!r} of the update of {shared.name!r} is not defined "
+                    f"num_slices={num_slices}: op {op!r} of the update of {shared.name!r} is not defined "
                     f"for dtype {shared.type.dtype}; give the update another op"
                 )
 

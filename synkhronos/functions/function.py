@@ -42,12 +42,12 @@ class Function:
     @property
     def output_modes(self) -> list[str | None]:
         """Reduction op of each output, None for the master's own value."""
-        return [op.full_name for op in self._computation.output_ops]
+        return list(self._computation.output_ops)
 
     @property
     def update_modes(self) -> list[str | None]:
         """Op of each update, by which `num_slices` accumulates its values."""
-        return [op.full_name for op in self._computation.update_ops]
+        return list(self._computation.update_ops)
 
     def __repr__(self) -> str:
         names = ", ".join(spec.name or "_" for spec in self._computation.inputs)
@@ -264,8 +264,7 @@ def function(
         Inputs whose rows are divided among the ranks, along axis 0.
     outputs : variable, (variable, op), or a list of these, optional
         Each output is reduced over ranks by its op, one of :ref:`ops`: "avg" (the default: ranks have equal weights),
-        "mean" (the weight of a rank is its number of rows), "sum" and others, or None (the master's own value).  With
-        the prefix ``"c_"`` even values on GPUs are reduced in host memory.
+        "mean" (the weight of a rank is its number of rows), "sum" and others, or None (the master's own value).
     bcast_inputs : list of variables, optional
         Inputs of which every rank reads all rows.
     updates : dict, or list of (shared, expression) or (shared, expression, op), optional

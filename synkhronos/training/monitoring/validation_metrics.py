@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synkhronos.devices.reduce_op import list_metric_ops
-from synkhronos.functions.output_op import Accumulator, OutputOp
+from synkhronos.engines.accumulator import Accumulator
 from synkhronos.graph_libraries import is_variable
 from synkhronos.training.train_function.weighted_mean import make_weighted_outputs, warn_of_varying_denominators
 from synkhronos.training.updates.arguments import find_library
@@ -85,7 +85,7 @@ class MetricTotals:
 
     def __init__(self, metrics: Mapping[str, Metric]):
         self._metrics = metrics
-        self._totals = [Accumulator(OutputOp(op)) for metric in metrics.values() for _, op in metric.outputs]
+        self._totals = [Accumulator(op) for metric in metrics.values() for _, op in metric.outputs]
         self.rows = 0
 
     def update(self, values: Sequence[Any], rows: int) -> None:

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synkhronos.devices import NUMPY, ArrayLayout, find_device, get_rank_device
-from synkhronos.functions.output_op import Accumulator, OutputOp
+from synkhronos.devices.reduce_op import REDUCE_OPS
+from synkhronos.engines.accumulator import Accumulator
 from synkhronos.ranks import MAX_PAYLOAD_NBYTES, Rank
 
 #: Maximal number of bytes of an array whose contents are gathered together with its shape.
@@ -32,23 +33,24 @@ _MIN_RANKS_OF_ARRAY = 4
 class OutputSpec(NamedTuple):
     """Reduction ops and dtypes of a compiled function's outputs."""
 
-    ops: list[OutputOp]
+    #: Keys of `REDUCE_OPS`; None for an output that is not reduced.
+    ops: list[str | None]
     has_reductions: bool
     #: Dtype of each output, None for one that is not reduced, if all reduced outputs are scalars and fit into one
     #: record.  None if the outputs are reduced as arrays.
     scalar_dtypes: tuple[np.dtype | None, ...] | None
 
     @classmethod
-    def from_types(cls, types: Sequence[Any], ops: list[OutputOp], is_sliced: bool) -> OutputSpec:
+    def from_types(cls, types: Sequence[Any], ops: list[str | None], is_sliced: bool) -> OutputSpec:
         """Return the specification of outputs of the graph library's types.
 
         If each rank computes its rows in slices, a scalar that is gathered over slices becomes a vector.
         """
-        has_reductions = any(op.name is not None for op in ops)
-        if len(types) > _MAX_SCALARS or is_sliced and any(op.name == "gather" for op in ops):
+        has_reductions = any(op is not None for op in ops)
+        if len(types) > _MAX_SCALARS or is_sliced and any(op == "gather" for op in ops):
             return cls(ops, has_reductions, None)
         # An output that is not reduced may be of any type.
-        reduced = [None if op.name is None else output_type for output_type, op in zip(types, ops, strict=True)]
+        reduced = [None if op is None else output_type for output_type, op in zip(types, ops, strict=True)]
         if any(output_type is not None and output_type.ndim for output_type in reduced):
             return cls(ops, has_reductions, None)
         dtypes = [None if output_type is None else np.dtype(output_type.dtype) for output_type in reduced]
@@ -73,15 +75,10 @@ class RankOutputs(NamedTuple):
     #: Computes the outputs of zero rows, for a call in which no rank has rows.
     compute_zero_rows: Callable[[], list[Any]] = list
 
-    @property
-    def n_outputs(self) -> int:
-        """Number of outputs."""
-        return len(self.spec.ops)
-
     def with_values(self, values: list[Any]) -> RankOutputs:
         """Return a copy with the values of `Engine.fetch_outputs`.  Values that are not reduced become NumPy arrays."""
         ops = self.spec.ops if values else []
-        values = [_to_numpy(value) if op.name is None else value for value, op in zip(values, ops, strict=True)]
+        values = [_to_numpy(value) if op is None else value for value, op in zip(values, ops, strict=True)]
         return self._replace(values=values)
 
     def freeze(self, rank: Rank) -> RankOutputs:
@@ -91,7 +88,7 @@ class RankOutputs(NamedTuple):
         `reduce`, if it needs the outputs.  Workers drop the values of outputs that are not reduced.
         """
         if not rank.is_master:
-            values = [None if op.name is None else v for v, op in zip(self.values, self.spec.ops, strict=False)]
+            values = [None if op is None else v for v, op in zip(self.values, self.spec.ops, strict=False)]
             return self._replace(values=values, compute_zero_rows=list)
         try:
             return self._replace(values=self.values or self.compute_zero_rows(), compute_zero_rows=list)
@@ -106,7 +103,7 @@ class RankOutputs(NamedTuple):
     def reduce(self, rank: Rank) -> Any:
         """Reduce the outputs over all ranks.  Return one value for each output in the master."""
         if not self.spec.has_reductions:
-            return self.values or [None] * self.n_outputs
+            return self.values or [None] * len(self.spec.ops)
         return _reduce_arrays(rank, self) if self.spec.scalar_dtypes is None else _reduce_scalars(rank, [self])[0]
 
     @staticmethod
@@ -182,7 +179,7 @@ def _reduce_messages(outputs: RankOutputs, messages: Sequence[bytes], own_number
         return outputs.values or outputs.compute_zero_rows()
     results = []
     for i, op in enumerate(outputs.spec.ops):
-        if op.name is None:
+        if op is None:
             results.append(outputs.values[i] if outputs.n_rows else None)
             continue
         total = Accumulator(op)
@@ -227,14 +224,14 @@ def _reduce_records(outputs_by_call: Sequence[RankOutputs], records: np.ndarray)
         return results
     columns: list[Any] = []
     for i, op in enumerate(outputs_by_call[0].spec.ops):
-        if op.name is None:
+        if op is None:
             columns.append([outputs.values[i] if outputs.n_rows else None for outputs in outputs_by_call])
             continue
         values = np.ascontiguousarray(records[str(i)])
-        if op.reduce_op.ufunc is None:
+        if REDUCE_OPS[op].ufunc is None:
             columns.append([values[:, k].copy() for k in range(len(outputs_by_call))])
         else:
-            reduced = op.reduce_op.reduce_first_axis(values, n_rows)
+            reduced = REDUCE_OPS[op].reduce_first_axis(values, n_rows)
             columns.append([reduced[k, ...] for k in range(len(outputs_by_call))])
     return [list(row) for row in zip(*columns, strict=True)]
 
@@ -245,7 +242,7 @@ def _reduce_records(outputs_by_call: Sequence[RankOutputs], records: np.ndarray)
 def _reduce_arrays(rank: Rank, outputs: RankOutputs) -> Any:
     """Reduce outputs of any shape.  All ranks gather the layouts; a communicator transfers large arrays."""
     arrays = [
-        None if op.name is None else v if find_device(v) is not NUMPY else np.asarray(v)
+        None if op is None else v if find_device(v) is not NUMPY else np.asarray(v)
         for v, op in zip(outputs.values, outputs.spec.ops, strict=False)
     ]
     own_entry: Any = (outputs.n_rows, [_pack_array(value) for value in arrays] if outputs.n_rows else [])
@@ -255,7 +252,7 @@ def _reduce_arrays(rank: Rank, outputs: RankOutputs) -> Any:
         return (outputs.values or outputs.compute_zero_rows()) if rank.is_master else None
     results: list[Any] = []
     for i, op in enumerate(outputs.spec.ops):
-        if op.name is None:
+        if op is None:
             results.append(outputs.values[i] if outputs.n_rows else None)
             continue
         packed = {r: entries[r][1][i] for r in contributors}
@@ -268,7 +265,7 @@ def _reduce_arrays(rank: Rank, outputs: RankOutputs) -> Any:
                 for r in contributors:
                     total.add(arrays[i] if r == rank.number else _unpack_array(*packed[r]), entries[r][0])
                 results.append(total.get_result())
-        elif op.name == "gather":
+        elif op == "gather":
             results.append(_gather_large_arrays(rank, arrays[i] if outputs.n_rows else None, layouts))
         else:
             weights = {r: entries[r][0] for r in contributors}
@@ -296,14 +293,15 @@ def _unpack_array(shape: tuple[int, ...], dtype: str, content: bytes) -> np.ndar
     return np.array(np.frombuffer(content, dtype).reshape(shape))
 
 
-def _check_shapes(rank: Rank, position: int, op: OutputOp, layouts: dict[int, ArrayLayout]) -> None:
+def _check_shapes(rank: Rank, position: int, op: str, layouts: dict[int, ArrayLayout]) -> None:
     """Raise ValueError on all ranks if an output's shapes can't be reduced."""
     shapes = {r: shape for r, (shape, _) in layouts.items()}
-    compared = {shape if op.is_elementwise else shape[1:] for shape in shapes.values()}
+    is_elementwise = REDUCE_OPS[op].ufunc is not None
+    compared = {shape if is_elementwise else shape[1:] for shape in shapes.values()}
     if len(compared) > 1:
-        condition = "the same shape" if op.is_elementwise else "equal lengths of all axes but axis 0"
+        condition = "the same shape" if is_elementwise else "equal lengths of all axes but axis 0"
         shapes_text = ", ".join(f"rank {r} has {shape}" for r, shape in shapes.items())
-        message = f"output {position}: op {op.full_name!r} needs {condition} on all ranks, but {shapes_text}"
+        message = f"output {position}: op {op!r} needs {condition} on all ranks, but {shapes_text}"
         rank.raise_common_error(ValueError(message))
 
 
@@ -328,30 +326,31 @@ def _gather_large_arrays(rank: Rank, value: Any, layouts: dict[int, ArrayLayout]
 
 
 def _reduce_large_arrays(
-    rank: Rank, op: OutputOp, value: Any, layouts: dict[int, ArrayLayout], weights: dict[int, int]
+    rank: Rank, op: str, value: Any, layouts: dict[int, ArrayLayout], weights: dict[int, int]
 ) -> np.ndarray | None:
     """Reduce large arrays into the master; each rank reduces a share of the elements.
 
     Each rank multiplies its values by its weight.  The sum over ranks is then divided by the sum of the weights.
     """
     shape, dtype = next(iter(layouts.values()))
-    accumulator_dtype = op.reduce_op.choose_accumulator_dtype(dtype)
+    reduce_op = REDUCE_OPS[op]
+    accumulator_dtype = reduce_op.choose_accumulator_dtype(dtype)
     own: Any = None
     if value is not None:
         device = find_device(value)
         own = np.ascontiguousarray(value, accumulator_dtype) if device is NUMPY else value.astype(accumulator_dtype)
-        if op.reduce_op.needs_row_counts:
+        if reduce_op.needs_row_counts:
             own = own * np.asarray(weights[rank.number], accumulator_dtype)
         if device is not NUMPY:
             own = device.as_bytes(own)
     out = get_rank_device(rank).empty_in_host_memory(shape, accumulator_dtype) if rank.is_master else None
-    op_name = "sum" if op.reduce_op.is_mean else str(op.name)
+    op_name = "sum" if reduce_op.is_mean else op
     NUMPY.get_communicator(rank).reduce(
         own, op_name, rank.master_rank, out, (shape, accumulator_dtype), sorted(layouts)
     )
     if out is None:
         return None
-    if op.reduce_op.is_mean:
-        total = sum(weights.values()) if op.reduce_op.needs_row_counts else len(weights)
+    if reduce_op.is_mean:
+        total = sum(weights.values()) if reduce_op.needs_row_counts else len(weights)
         np.true_divide(out, total, out=out)
     return out.astype(dtype, copy=False)

@@ -1,8 +1,7 @@
-"""Ops by which outputs and updates are reduced, and the accumulation of values by an op."""
+"""Accumulation of an output's or update's values, over ranks or over the slices of one rank."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,53 +11,12 @@ from synkhronos.devices.reduce_op import REDUCE_OPS, ReduceOp
 from synkhronos.variable_types import Array
 
 
-@dataclass(frozen=True, slots=True)
-class OutputOp:
-    """The op of an output or an update: the reduction, and where it is computed."""
-
-    #: A key of `REDUCE_OPS`.  None: no reduction, but the value of the last slice and of the master.
-    name: str | None
-    #: Whether even values on GPUs are reduced in host memory: the prefix ``c_``.
-    uses_host_memory: bool = False
-
-    @classmethod
-    def parse(cls, op: object, argument: str) -> OutputOp:
-        """Return the op of a name such as "sum" or "c_sum", or of None; errors name the argument."""
-        if op is None:
-            return cls(None)
-        if not isinstance(op, str):
-            raise TypeError(f"{argument}: expected an op ({_describe_ops()}), got {op!r}")
-        name = op.removeprefix("c_")
-        if name not in REDUCE_OPS:
-            raise ValueError(f"{argument}: expected an op ({_describe_ops()}), got {op!r}")
-        return cls(name, name != op)
-
-    @property
-    def full_name(self) -> str | None:
-        """Name with the prefix ``c_``, if the op has it: the argument of `parse`."""
-        return f"c_{self.name}" if self.uses_host_memory else self.name
-
-    @property
-    def reduce_op(self) -> ReduceOp:
-        """Definition of the reduction.  The op must have a name."""
-        return REDUCE_OPS[self.name]  # type: ignore[index]
-
-    @property
-    def is_elementwise(self) -> bool:
-        """Whether the op reduces values element by element, so that they need equal shapes."""
-        return self.name is not None and self.reduce_op.ufunc is not None
-
-
-def _describe_ops() -> str:
-    return ", ".join(map(repr, REDUCE_OPS)) + ", each with 'c_' in front for host memory, or None"
-
-
 class Accumulator:
-    """Running reduction of values.
+    """Running reduction of values by a key of `REDUCE_OPS`; without an op, the last value.
 
     Examples
     --------
-    >>> total = Accumulator(OutputOp("mean"))
+    >>> total = Accumulator("mean")
     >>> total.add(np.float64(1.0), 3)
     >>> total.add(np.float64(2.0), 1)
     >>> total.get_result()
@@ -71,9 +29,9 @@ class Accumulator:
     #: Device of the values.
     _device: Device = NUMPY
 
-    def __init__(self, op: OutputOp):
-        self.op = op
-        self._reduce_op = None if op.name is None else op.reduce_op
+    def __init__(self, op: str | None):
+        self._op = op
+        self._reduce_op = None if op is None else REDUCE_OPS[op]
         self._arrays: list[Any] = []
 
     def add(self, value: Array, n_rows: int) -> None:
@@ -95,7 +53,7 @@ class Accumulator:
             # A copy, since later values are added in place.
             self._value = np.array(weighted) if weighted is value and self._device is NUMPY else weighted
         elif self._value.shape != value.shape:
-            raise ValueError(f"op {self.op.full_name!r} needs equal shapes, got {self._value.shape} and {value.shape}")
+            raise ValueError(f"op {self._op!r} needs equal shapes, got {self._value.shape} and {value.shape}")
         else:
             self._value = self._device.reduce_pair(reduce_op, self._value, weighted)
 
