@@ -26,6 +26,7 @@ from synkhronos.devices import (
     ArrayLayout,
     Communicator,
     Device,
+    EarlyCommunicator,
     get_array_device,
     get_device,
     get_rank_device,
@@ -65,19 +66,6 @@ def _choose_transfers(by_rank: Sequence[Any], uses_device_communicator: bool, op
 
 
 def prepare_replicas(
-    rank: Rank,
-    keys: Sequence[Any],
-    uses_device_communicator: bool = False,
-    op: str | None = None,
-    digests_differ: bool = False,
-) -> list[VariableReplica]:
-    """Return this rank's replicas of replicated variables; see `prepare_replicas_of_variables`."""
-    return prepare_replicas_of_variables(
-        rank, [rank.get_object(key) for key in keys], uses_device_communicator, op, digests_differ
-    )
-
-
-def prepare_replicas_of_variables(
     rank: Rank,
     shared_vars: Sequence[Any],
     uses_device_communicator: bool = False,
@@ -158,9 +146,9 @@ class VariableReplica:
         if new is not self.value:
             self.set_value(new)
 
-    def get_contiguous(self, device: Device | None = None) -> Any:
-        """Return the value as a contiguous array on ``device``, by default the `transport_device`."""
-        device = device or self.transport_device
+    def get_contiguous(self) -> Any:
+        """Return the value as a contiguous array on the `transport_device`."""
+        device = self.transport_device
         return device.as_contiguous(self.value if device is self.device else self.device.to_numpy(self.value))
 
     def set_value(self, array: Array) -> None:
@@ -201,7 +189,7 @@ class Broadcast(Command):
 
     def run(self, rank: Rank) -> None:
         """Send or receive each variable's value."""
-        for replica in prepare_replicas(rank, self.variable_keys, self.uses_device_communicator):
+        for replica in prepare_replicas(rank, rank.get_objects(self.variable_keys), self.uses_device_communicator):
             if rank.is_master:
                 replica.communicator.broadcast(replica.get_contiguous(), rank.master_rank)
                 continue
@@ -258,7 +246,7 @@ class Gather(Command):
     def run(self, rank: Rank) -> Any:
         """Return a list with the gathered values of each variable in the master, a list of None in workers."""
         results = []
-        for replica in prepare_replicas(rank, self.variable_keys, self.uses_device_communicator):
+        for replica in prepare_replicas(rank, rank.get_objects(self.variable_keys), self.uses_device_communicator):
             result = out = None
             if rank.is_master:
                 result, out = _allocate_gathered(replica.transport_device, replica.layouts, self.nd_up)
@@ -276,7 +264,7 @@ class AllGather(Command):
 
     def run(self, rank: Rank) -> None:
         """Check that all variables can be concatenated, then gather them."""
-        replicas = prepare_replicas(rank, self.variable_keys, self.uses_device_communicator)
+        replicas = prepare_replicas(rank, rank.get_objects(self.variable_keys), self.uses_device_communicator)
         for replica in replicas:
             if not _can_concatenate(replica.layouts):
                 shapes = replica.format_shapes()
@@ -301,7 +289,7 @@ class ReduceScatter(Command):
 
     def run(self, rank: Rank) -> None:
         """Check that each variable has equal shapes on all ranks, with rows to divide, then reduce."""
-        replicas = prepare_replicas(rank, self.variable_keys, self.uses_device_communicator, self.op)
+        replicas = prepare_replicas(rank, rank.get_objects(self.variable_keys), self.uses_device_communicator, self.op)
         shares = []
         for replica in replicas:
             replica.check_equal_shapes("reduce_scatter")
@@ -333,7 +321,7 @@ class Reduce(Command):
         """Check that shapes are equal, then reduce.  Return the results in the master."""
         if rank.size == 1 and self.in_place:
             return []  # a reduction over one rank is that rank's value
-        replicas = prepare_replicas(rank, self.variable_keys, self.uses_device_communicator, self.op)
+        replicas = prepare_replicas(rank, rank.get_objects(self.variable_keys), self.uses_device_communicator, self.op)
         for replica in replicas:
             replica.check_equal_shapes("reduce")
         in_place, results = self.in_place and rank.is_master, []
@@ -362,7 +350,7 @@ class AllReduceValues(Command):
         if rank.size == 1:
             return
         plan, digests_differ = rank.registry.get_or_create(_AllReducePlans).get(self), False
-        if plan is not None and plan.allows_early_start and plan.is_valid(rank):
+        if plan is not None and plan.early_communicator is not None and plan.is_valid(rank):
             if plan.all_reduce_early(rank, self.op):
                 return
             digests_differ = True
@@ -379,7 +367,8 @@ class AllReduceValues(Command):
             if rank.compare_digests(last.digest):
                 return last
             digests_differ = True
-        replicas = prepare_replicas(rank, self.variable_keys, self.uses_device_communicator, self.op, digests_differ)
+        shared_vars = rank.get_objects(self.variable_keys)
+        replicas = prepare_replicas(rank, shared_vars, self.uses_device_communicator, self.op, digests_differ)
         for replica in replicas:
             replica.check_equal_shapes("all_reduce")
         plan = plans[self] = AllReducePlan.from_replicas(rank, self.variable_keys, replicas)
@@ -404,15 +393,16 @@ class AllReducePlan(NamedTuple):
     Each rank with a valid plan passes the digest to `Rank.compare_digests`.  ``device_communicator`` is the
     communicator of the rank's device, even if the variables are transferred through host memory.
 
-    With ``allows_early_start``, ranks start the all-reduce before they compare digests.  The results are written into
-    ``targets`` (an array or None for each variable), so the variables are unchanged if some rank does not start.
+    By the ``early_communicator``, if there is one, ranks start the all-reduce before they compare digests.  The results
+    are written into ``targets`` (an array or None for each variable), so the variables are unchanged if some rank does
+    not start.
     """
 
     variables: list[PlannedVariable]
     device_communicator: Communicator
     generation: int
     digest: bytes
-    allows_early_start: bool
+    early_communicator: EarlyCommunicator | None
     targets: list[Any]
 
     @classmethod
@@ -428,12 +418,13 @@ class AllReducePlan(NamedTuple):
         ]
         layouts = tuple([(*variable.layout, variable.device.name) for variable in variables])
         nbytes = sum(math.prod(shape) * dtype.itemsize for (_, _, (shape, dtype), *_) in variables)
-        allows_early_start = 0 < nbytes <= device_communicator.max_early_nbytes and all(
-            variable.communicator is device_communicator for variable in variables
-        )
+        early_communicator = None
+        if isinstance(device_communicator, EarlyCommunicator) and 0 < nbytes <= device_communicator.max_early_nbytes:
+            if all(variable.communicator is device_communicator for variable in variables):
+                early_communicator = device_communicator
         # This digest differs from the one in `prepare_replicas`, which a rank without a valid plan compares.
         digest = rank.compute_digest(("plan", layouts, generation))
-        return cls(variables, device_communicator, generation, digest, allows_early_start, [None] * len(variables))
+        return cls(variables, device_communicator, generation, digest, early_communicator, [None] * len(variables))
 
     def is_valid(self, rank: Rank) -> bool:
         """Whether the layouts of this rank's variables, and its connection, have not changed."""
@@ -482,7 +473,8 @@ class AllReducePlan(NamedTuple):
             raise
 
     def _start_and_store(self, rank: Rank, op: str, started: _StartedAllReduce) -> bool:
-        communicator, targets, values = self.device_communicator, self.targets, []
+        communicator, targets, values = self.early_communicator, self.targets, []
+        assert communicator is not None
         for i, (key, library, layout, device, _, _) in enumerate(self.variables):
             # Memory is allocated before NCCL waits for the peers, for which CUDA might then wait, too.
             if targets[i] is None:
@@ -538,9 +530,9 @@ class _StartedAllReduce(PendingOperation):
     def store(self) -> None:
         """Store the results of an all-reduce that all ranks have started.  The results may not be complete yet."""
         plan = self.plan
-        assert plan is not None
+        assert plan is not None and plan.early_communicator is not None
         with defer_signals():  # the launch in `rewrap` deletes the old objects
-            plan.device_communicator.record_pending_writes()
+            plan.early_communicator.record_pending_writes()
             for (key, library, _, device, _, _), result in zip(plan.variables, self.results, strict=True):
                 library.store_value(self._rank.get_object(key), device.rewrap(result))
             plan.targets[:] = [None] * len(plan.targets)
@@ -555,7 +547,8 @@ class _StartedAllReduce(PendingOperation):
             if rank.has_equal_digests(self._barrier_number):
                 self.store()
             else:
-                plan.device_communicator.abort()
+                assert plan.early_communicator is not None
+                plan.early_communicator.abort()
         self.end()
 
 
@@ -573,7 +566,7 @@ class GetValue(Command):
     def run(self, rank: Rank) -> Any:
         """Return the value of each variable on ``source_rank`` in the master, an empty list in workers."""
         results = []
-        for replica in prepare_replicas(rank, self.variable_keys):
+        for replica in prepare_replicas(rank, rank.get_objects(self.variable_keys)):
             layouts: list[ArrayLayout | None] = [None] * rank.size
             layouts[self.source_rank] = replica.layouts[self.source_rank]
             own = replica.device.as_bytes(replica.value) if rank.number == self.source_rank else None
@@ -594,7 +587,7 @@ class GetLayouts(Command):
 
     def run(self, rank: Rank) -> Any:
         """Return each rank's layout of each variable, by variable."""
-        return [replica.layouts for replica in prepare_replicas(rank, self.variable_keys)]
+        return [replica.layouts for replica in prepare_replicas(rank, rank.get_objects(self.variable_keys))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -605,7 +598,7 @@ class GetGenerators(Command):
 
     def run(self, rank: Rank) -> Any:
         """Return the state of each variable on each rank, by rank."""
-        shared_vars = [rank.get_object(key) for key in self.variable_keys]
+        shared_vars = rank.get_objects(self.variable_keys)
         return rank.all_gather([get_library(shared).copy_generator(shared) for shared in shared_vars])
 
 

@@ -20,15 +20,9 @@ class Communicator(ABC):
     Every method is called on every rank, with matching arguments.  Arrays are contiguous arrays of the communicator's
     device, and all ranks know all shapes beforehand.  The items of ``out`` in `gather` and `all_gather` are results of
     the device's `slice_items`.
+
+    The defaults are for a communicator that needs no connection, and whose collectives are complete when they return.
     """
-
-    @property
-    def max_early_nbytes(self) -> int:
-        """Maximal number of bytes of an all-reduce that a rank may start before it knows whether all ranks do.
-
-        It is 0 if the communicator lacks `all_reduce_into` and `compare_digests_after_start`.
-        """
-        return 0
 
     @property
     def generation(self) -> int:
@@ -46,25 +40,6 @@ class Communicator(ABC):
 
         At the end of a command, this replaces `wait_until_started`, since the master waits for all ranks.
         """
-
-    def all_reduce_into(self, array: Array, op: str, out: Array) -> None:
-        """Write the reduction over all ranks into ``out``.  Like `all_reduce`, this does not wait."""
-        raise NotImplementedError
-
-    def compare_digests_after_start(self, digest: bytes) -> bool:
-        """Compare the ranks' digests, as `Rank.compare_digests`, after this rank has started its collectives.
-
-        Return True if all ranks have equal digests, so have started the same; otherwise, `abort` the collectives.
-        """
-        raise NotImplementedError
-
-    def record_pending_writes(self) -> None:
-        """Record that variables have arrays that collectives in progress write: a peer's exit makes them invalid."""
-        raise NotImplementedError
-
-    def abort(self) -> None:
-        """Abort the connection and its collectives in progress."""
-        raise NotImplementedError
 
     @abstractmethod
     def broadcast(self, array: Array, root: int) -> None:
@@ -117,3 +92,31 @@ class Communicator(ABC):
     @abstractmethod
     def all_gather(self, array: Array, layouts: Sequence[ArrayLayout], out: Sequence[Any]) -> None:
         """Copy rank r's array into ``out[r]`` on every rank."""
+
+
+class EarlyCommunicator(Communicator):
+    """A communicator that can start an all-reduce before this rank knows whether all ranks do."""
+
+    @property
+    @abstractmethod
+    def max_early_nbytes(self) -> int:
+        """Maximal number of bytes of such an all-reduce."""
+
+    @abstractmethod
+    def all_reduce_into(self, array: Array, op: str, out: Array) -> None:
+        """Write the reduction over all ranks into ``out``.  Like `all_reduce`, this does not wait."""
+
+    @abstractmethod
+    def compare_digests_after_start(self, digest: bytes) -> bool:
+        """Compare the ranks' digests, as `Rank.compare_digests`, after this rank has started its collectives.
+
+        Return True if all ranks have equal digests, so have started the same; otherwise, `abort` the collectives.
+        """
+
+    @abstractmethod
+    def record_pending_writes(self) -> None:
+        """Record that variables have arrays that collectives in progress write: a peer's exit makes them invalid."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Abort the connection and its collectives in progress."""

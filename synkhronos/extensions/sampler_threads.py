@@ -61,7 +61,8 @@ def warn_of_ignored_errors() -> Iterator[None]:
         yield
     except Exception as error:
         if is_foreign_thread() and not isinstance(error, WorkerExitInterrupt):
-            if ranks.get_last_death() is not None:  # the sampler is being stopped, but may evaluate other points before
-                time.sleep(_STOP_SECONDS)
+            session = ranks.get_last_session()
+            if session is not None and session.death is not None:
+                time.sleep(_STOP_SECONDS)  # the sampler is being stopped, but may evaluate other points before
             warnings.warn(f"no density: {error}", RuntimeWarning, stacklevel=3)
         raise

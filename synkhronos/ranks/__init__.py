@@ -8,8 +8,7 @@ from synkhronos.ranks.current_session import (
     check_no_session,
     close_session,
     get_inherited_session,
-    get_last_death,
-    get_last_host_and_n_ranks,
+    get_last_session,
     get_session,
     start_session,
 )
@@ -37,7 +36,6 @@ __all__ = [
     "close_session",
     "get_inherited_session",
     "get_session",
-    "get_last_death",
-    "get_last_host_and_n_ranks",
+    "get_last_session",
     "start_session",
 ]

@@ -76,7 +76,7 @@ class Command(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class LongCommand(Command):
+class OversizedCommand(Command):
     """Stand-in for a command that is too long for the mailbox: a segment has the command's pickle."""
 
     location: ArrayLocation

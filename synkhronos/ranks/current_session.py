@@ -6,7 +6,6 @@ import atexit
 import os
 
 from synkhronos.ranks.command import Command
-from synkhronos.ranks.errors import Death
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.link import Link
 from synkhronos.ranks.session import Session
@@ -64,19 +63,9 @@ def get_session() -> Session:
     return _current
 
 
-def get_last_death() -> Death | None:
-    """Return the worker's exit that ended this process's last session, or None if no exit has."""
-    return None if _current is None else _current.death
-
-
-def get_last_host_and_n_ranks(rank: int) -> tuple[str, int]:
-    """Return the name of the host of a rank of this process's last session, and the host's number of ranks.
-
-    The name is "" if the session had one host.
-    """
-    assert _current is not None
-    n_ranks = next(len(ranks) for ranks in _current.ranks_by_host if rank in ranks)
-    return _current.get_host_name(rank), n_ranks
+def get_last_session() -> Session | None:
+    """Return this process's last session, which may have ended, or None before `fork`."""
+    return _current
 
 
 def get_inherited_session() -> Session | None:

@@ -6,7 +6,7 @@ import pickle
 from typing import Any
 
 from synkhronos.containers import BoundedCache
-from synkhronos.ranks.command import MAX_CACHED_COMMANDS, MAX_CACHED_NBYTES, Command, LongCommand
+from synkhronos.ranks.command import MAX_CACHED_COMMANDS, MAX_CACHED_NBYTES, Command, OversizedCommand
 from synkhronos.ranks.control_memory import AWAITS_COMMAND, MAILBOX_NBYTES, ControlMemory
 from synkhronos.ranks.link import Link
 from synkhronos.ranks.memory_table import MemoryTable
@@ -30,7 +30,8 @@ class Mailbox:
         try:
             memoryview(segment.buffer).cast("B")[: len(message)] = message
             location = ArrayLocation(segment.key, "u1", (len(message),))
-            self._write(command_number, command, pickle.dumps(LongCommand(location), pickle.HIGHEST_PROTOCOL), location)
+            message = pickle.dumps(OversizedCommand(location), pickle.HIGHEST_PROTOCOL)
+            self._write(command_number, command, message, location)
         finally:
             self._memory.release("segment", segment.key)
 
@@ -49,7 +50,7 @@ class Mailbox:
         return message
 
     def _write(self, command_number: int, command: Command, message: bytes, location: ArrayLocation | None) -> None:
-        """Write a message into the mailbox and wake the workers.  ``location`` is the segment of a long command."""
+        """Write a message into the mailbox and wake the workers.  ``location`` is that of an oversized command."""
         control, words = self._control, self._control.words
         self._memory.send_segments()
         control.mailbox[: len(message)] = message

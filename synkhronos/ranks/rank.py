@@ -9,7 +9,7 @@ import hashlib
 import pickle
 import struct
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NoReturn, TypeVar
 
 from synkhronos.containers import BoundedCache
@@ -126,6 +126,10 @@ class Rank:
     def get_object(self, key: Hashable) -> Any:
         """Return this rank's copy of a replicated object: in the master, the object itself."""
         return self.objects[key]()
+
+    def get_objects(self, keys: Iterable[Hashable]) -> list[Any]:
+        """Return this rank's copies of several replicated objects."""
+        return [self.objects[key]() for key in keys]
 
     # -- the group of ranks --------------------------------------------------------------------------------
 

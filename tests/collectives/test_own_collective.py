@@ -11,7 +11,6 @@ import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.collectives.arguments import parse_variables
 from synkhronos.collectives.commands import prepare_replicas
-from synkhronos.devices import NUMPY
 from synkhronos.ranks import Command
 from synkhronos.replication.replicator import distribute_variables
 
@@ -26,12 +25,12 @@ class Rotate(Command):
     keys: tuple
 
     def run(self, rank):
-        replicas = prepare_replicas(rank, self.keys)
+        replicas = prepare_replicas(rank, rank.get_objects(self.keys))
         for replica in replicas:
             replica.check_equal_shapes("rotate")
         for replica in replicas:
             out = [np.empty(*layout) for layout in replica.layouts]
-            NUMPY.get_communicator(rank).all_gather(replica.get_contiguous(NUMPY), replica.layouts, out)
+            replica.communicator.all_gather(replica.get_contiguous(), replica.layouts, out)
             replica.set_value(replica.device.from_numpy(out[rank.number - 1]))
 
 

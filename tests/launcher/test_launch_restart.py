@@ -152,7 +152,7 @@ def test_max_deaths_ends_a_run(tmp_path):
     ],
 )
 def test_a_logged_death_names_its_rank_once(tmp_path, monkeypatch, description, logged):
-    monkeypatch.setattr(master_process, "get_last_death", lambda: None)
+    monkeypatch.setattr(master_process, "get_last_session", lambda: None)
     error = WorkerError(f"{description}; the workers were ended.", 1, description=description)
     master_process._log_death(tmp_path, error, False)
     (death,) = json.loads((tmp_path / "deaths.json").read_text())

@@ -27,7 +27,7 @@ from synkhronos.launcher.rank_process import rank_functions
 from synkhronos.launcher.supervision.master_arguments import COMPLETE_EXIT_CODE, MasterArguments
 from synkhronos.launcher.supervision.run_folder import FAILURE_FILE, PROCESSES_FILE, DeathLog
 from synkhronos.programs import run
-from synkhronos.ranks import WorkerError, get_last_death, get_last_host_and_n_ranks, get_session
+from synkhronos.ranks import WorkerError, get_last_session, get_session
 from synkhronos.ranks.child_process import exit_with_parent
 from synkhronos.ranks.errors import Death, describe_rank
 from synkhronos.startup import fork_bound_to_cores
@@ -70,16 +70,18 @@ def _describe_failure(error: BaseException) -> str:
 
 def _log_death(folder: str, error: BaseException, is_failed_start: bool) -> None:
     """Log the cause of an error: a death, a lost host, or in a failed start any exception."""
-    death = get_last_death()
-    if death is not None:
-        DeathLog(folder).add(death)
+    session = get_last_session()
+    if session is not None and session.death is not None:
+        DeathLog(folder).add(session.death)
     elif isinstance(error, WorkerError) and not error.reports:
         exit_description = error.description.removeprefix(f"{describe_rank(error.rank, '')} ")
         if exit_description == error.description:  # the clause has another subject than the rank
             exit_description = f"ended: {error.description}"
         DeathLog(folder).add(Death(error.rank, "", 0, exit_description))
     elif is_failed_start and isinstance(error, WorkerError):
-        host, n_ranks = get_last_host_and_n_ranks(error.rank)
+        assert session is not None
+        host = session.get_host_name(error.rank)
+        n_ranks = next(len(ranks) for ranks in session.ranks_by_host if error.rank in ranks)
         death = Death.from_failed_start(error.rank, host, str(error).partition("\n")[0])
         DeathLog(folder).add(death, n_ranks - 1 if host else None)
     elif is_failed_start and isinstance(error, MissingGpuError):

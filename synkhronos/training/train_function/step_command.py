@@ -19,7 +19,7 @@ from synkhronos.collectives.commands import (
     AllReducePlan,
     AllReduceValues,
     VariableReplica,
-    prepare_replicas_of_variables,
+    prepare_replicas,
 )
 from synkhronos.containers import BoundedCache
 from synkhronos.devices import NUMPY, get_array_device, get_rank_device
@@ -255,7 +255,7 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
 
     def get_shards(self, rank: Rank) -> StepShards:
         """Return this rank's row, and its shards of the optimizer's state."""
-        state_shards = [rank.get_object(key) for key in self.state_keys]
+        state_shards = rank.get_objects(self.state_keys)
         return StepShards(rank.get_object(self.row_key), state_shards, self.gathers_gradient)
 
     def prepare_exchange(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
@@ -303,7 +303,7 @@ def _prepare_rows(rank: Rank, matrix: SharedVariable, row: SharedVariable) -> li
     if not device.owns(value):  # no function has computed the row yet
         library.store_value(row, device.from_numpy(NUMPY.to_numpy(value)))
     del value  # `VariableReplica.get_writable` checks whether others refer to the array
-    replicas = prepare_replicas_of_variables(rank, [matrix, row], uses_device_communicator=True)
+    replicas = prepare_replicas(rank, [matrix, row], uses_device_communicator=True)
     for replica in replicas:
         replica.check_equal_shapes("shard_optimizer")
     if replicas[0].device is not replicas[1].device:
