@@ -188,7 +188,6 @@ class Broadcast(Command):
     uses_device_communicator: bool
 
     def run(self, rank: Rank) -> None:
-        """Send or receive each variable's value."""
         for replica in prepare_replicas(rank, rank.get_objects(self.variable_keys), self.uses_device_communicator):
             if rank.is_master:
                 replica.communicator.broadcast(replica.get_contiguous(), rank.master_rank)
@@ -221,7 +220,6 @@ class Scatter(Command):
                     yield RowAccess(value, rows if value.shape else None)
 
     def run(self, rank: Rank) -> None:
-        """Copy this rank's rows into the variables' containers."""
         for key, value, rows in zip(self.variable_keys, self.values, self.rows[rank.number], strict=True):
             if rows is None:
                 continue
@@ -615,7 +613,6 @@ class SetGenerators(Command):
     only_rank: int | None = None
 
     def run(self, rank: Rank) -> None:
-        """Set this rank's generators."""
         for key, state in zip(self.variable_keys, self.states, strict=True):
             shared = rank.get_object(key)
             library = get_library(shared)

@@ -74,7 +74,6 @@ class JaxDevice(CudaDevice):
 
     @property
     def stream(self) -> int | None:
-        """Handle of the stream on which XLA computes, or None if it can't be found."""
         return None if self._compute_stream is None else self._compute_stream.handle
 
     @cached_property
@@ -87,7 +86,6 @@ class JaxDevice(CudaDevice):
         return self.is_on_gpu and self._compute_stream is not None and self._compute_stream.is_inline
 
     def get_communicator(self, rank: Rank) -> XlaCommunicator:
-        """Return a rank's communicator between GPUs, always the same object."""
         return rank.registry.get_or_create(XlaCommunicator, lambda: XlaCommunicator(rank, self.staging))
 
     def can_reduce_in_launch(self, dtype: np.dtype) -> bool:
@@ -103,7 +101,6 @@ class JaxDevice(CudaDevice):
     # -- arrays ----------------------------------------------------------------------------------------------
 
     def owns(self, value: object) -> bool:
-        """Whether a value is a JAX array."""
         return type(value).__module__.startswith("jaxlib") and hasattr(value, "__array__")
 
     def snapshot(self, value: Array) -> Array:
@@ -148,17 +145,14 @@ class JaxDevice(CudaDevice):
         return self._import_jax().jit(self._jax_numpy.zeros, static_argnums=(0, 1))
 
     def get_address(self, array: Array) -> int:
-        """Return an array's address on the GPU."""
         return int(array.unsafe_buffer_pointer())
 
     def wait(self, values: Sequence[Any]) -> None:
-        """Wait until arrays have been computed."""
         for value in values:
             if self.owns(value):
                 value.block_until_ready()
 
     def reduce_pair(self, op: ReduceOp, left: Array, right: Array) -> Array:
-        """Return ``op`` applied to two arrays of one shape."""
         name = getattr(op.ufunc, "__name__", "")
         function = getattr(self._jax_numpy, name, None)
         if function is None:
@@ -166,15 +160,12 @@ class JaxDevice(CudaDevice):
         return function(left, right)
 
     def concatenate(self, arrays: Sequence[Array]) -> Array:
-        """Return arrays concatenated along axis 0."""
         return self._jax_numpy.concatenate(list(arrays))
 
     def flatten(self, values: Sequence[Any], dtype: np.dtype) -> Array:
-        """Return a new vector of the items of all arrays, in a dtype, by one launch."""
         return self._compiled_flatten(list(values), dtype)
 
     def split(self, vector: Array, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype]) -> Sequence[Any]:
-        """Split a vector made by `flatten` into the original arrays, by one launch."""
         arrays: Sequence[Any] = self._compiled_split(vector, tuple(shapes), tuple(dtypes))
         return arrays
 
@@ -201,7 +192,6 @@ class JaxDevice(CudaDevice):
         return bool(self.is_on_gpu and value.nbytes > MAX_FETCH_NBYTES)
 
     def from_numpy(self, array: np.ndarray) -> Array:
-        """Copy a NumPy array into a new JAX array."""
         # A copy, since JAX on the CPU may alias the argument's memory.  On the GPU, the transfer has a stream of its
         # own, and NCCL's work is not ordered after it, so the transfer is waited for.
         return self._import_jax().device_put(np.array(array, order="C")).block_until_ready()

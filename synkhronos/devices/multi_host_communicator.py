@@ -62,7 +62,6 @@ class MultiHostCommunicator(SharedMemoryCommunicator):
         self._is_first, self._is_last = self._local_ranks.start == 0, self._local_ranks.stop == rank.size
 
     def broadcast(self, array: np.ndarray, root: int) -> None:
-        """Copy the root's array into every other rank's, in place."""
         content = as_bytes(array)
         self._stream_bytes(
             content if self._rank.number == root else None, content, content.size, root, range(self._rank.size)
@@ -82,7 +81,6 @@ class MultiHostCommunicator(SharedMemoryCommunicator):
         layouts: Sequence[ArrayLayout | None],
         out: Sequence[np.ndarray | None] | None,
     ) -> None:
-        """Copy rank r's array into ``out[r]`` on the receivers, which are consecutive ranks."""
         rank = self._rank
         for r, layout in enumerate(layouts):
             target = None if out is None else out[r]

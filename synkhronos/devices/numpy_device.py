@@ -27,19 +27,15 @@ class NumpyDevice(Device):
         return hasattr(value, "__array__")
 
     def to_numpy(self, value: Array) -> np.ndarray:
-        """Convert an array to NumPy, without a copy if possible."""
         return np.asarray(value)
 
     def from_numpy(self, array: np.ndarray) -> Array:
-        """Return a copy of an array."""
         return np.array(array, order="C")
 
     def as_array(self, value: Array) -> Array:
-        """Convert a value to a NumPy array."""
         return np.asarray(value)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-        """Return a new array of undefined content."""
         return np.empty(shape, dtype)
 
     def to_numpy_many(self, values: Sequence[Any], leaves_large: bool = False) -> list[Any]:
@@ -52,7 +48,6 @@ class NumpyDevice(Device):
         return op.ufunc(left, right, out=left)
 
     def concatenate(self, arrays: Sequence[Array]) -> Array:
-        """Return arrays concatenated along axis 0."""
         return np.concatenate(arrays)
 
     def can_communicate(self, dtype: np.dtype, op: str | None = None) -> bool:
@@ -60,7 +55,6 @@ class NumpyDevice(Device):
         return True
 
     def as_contiguous(self, value: Array) -> Array:
-        """Return an array if it is contiguous, else a contiguous copy."""
         return np.ascontiguousarray(value)
 
     def as_writable(self, value: Array, has_other_references: bool) -> Array:

@@ -69,7 +69,6 @@ class PygpuDevice(CudaDevice):
 
     @cached_property
     def stream(self) -> int:
-        """Handle of libgpuarray's stream."""
         library = ctypes.CDLL("libgpuarray.so.3")
         library.gpuarray_get_extension.restype = ctypes.c_void_p
         function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
@@ -83,7 +82,6 @@ class PygpuDevice(CudaDevice):
     # -- arrays ----------------------------------------------------------------------------------------------
 
     def owns(self, value: object) -> bool:
-        """Whether a value is a GpuArray."""
         return type(value).__module__.startswith("pygpu")
 
     def as_array(self, value: Array) -> Array:
@@ -94,7 +92,6 @@ class PygpuDevice(CudaDevice):
         return array if isinstance(array, ndgpuarray) else array.view(ndgpuarray)
 
     def as_contiguous(self, value: Array) -> Array:
-        """Return an array if it is contiguous, else a contiguous copy."""
         return value if value.flags.c_contiguous else value.copy()
 
     def as_writable(self, value: Array, has_other_references: bool) -> Array:
@@ -102,23 +99,19 @@ class PygpuDevice(CudaDevice):
         return self.as_contiguous(value)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-        """Return a new array of undefined content."""
         import pygpu
 
         return pygpu.empty(shape, dtype, context=self._context)
 
     def get_address(self, array: Array) -> int:
-        """Return an array's address on the GPU."""
         return int(array.gpudata)
 
     def wait(self, values: Sequence[Any]) -> None:
-        """Wait until arrays have been computed."""
         for value in values:
             if self.owns(value):
                 value.sync()
 
     def reduce_pair(self, op: ReduceOp, left: Array, right: Array) -> Array:
-        """Return ``op`` applied to two arrays of one shape."""
         if op.gpuarray_expression is None:
             name = getattr(op.ufunc, "__name__", "")
             raise NotImplementedError(f"libgpuarray has no kernel for {name!r}: this op can't reduce GpuArrays")
@@ -127,7 +120,6 @@ class PygpuDevice(CudaDevice):
         return elemwise2(left, None, right, left, odtype=left.dtype, oper=op.gpuarray_expression)
 
     def concatenate(self, arrays: Sequence[Array]) -> Array:
-        """Return arrays concatenated along axis 0."""
         import pygpu
 
         return pygpu.concatenate(list(arrays), context=self._context)
@@ -135,11 +127,9 @@ class PygpuDevice(CudaDevice):
     # -- host memory -----------------------------------------------------------------------------------------
 
     def to_numpy(self, value: Array) -> np.ndarray:
-        """Copy an array to NumPy, after it has been computed."""
         return np.asarray(value)
 
     def from_numpy(self, array: np.ndarray) -> Array:
-        """Copy a NumPy array into a new GpuArray."""
         import pygpu
 
         return pygpu.array(array, context=self._context)
@@ -147,7 +137,6 @@ class PygpuDevice(CudaDevice):
     def stage_input(
         self, rank: Rank, location: ArrayLocation, rows: Selection | None, buffers: Buffers, must_copy: bool
     ) -> Any:
-        """Return rows of an array in shared memory (None: all) as an input of the next launch."""
         # A function that may overwrite its input may also return it as a shared variable's new value.
         if must_copy:
             return self.read_segment(rank, location, rows)

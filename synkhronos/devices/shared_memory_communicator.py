@@ -51,7 +51,6 @@ class SharedMemoryCommunicator(Communicator):
         return self._halves[self._half]
 
     def broadcast(self, array: np.ndarray, root: int) -> None:
-        """Copy the root's array into every other rank's, in place."""
         rank, source = self._rank, as_bytes(array)
         if rank.size == 1:
             return
@@ -65,7 +64,6 @@ class SharedMemoryCommunicator(Communicator):
                 chunk[:] = shared
 
     def all_reduce(self, array: np.ndarray, op: str) -> None:
-        """Replace every rank's array by the reduction over all ranks, in place."""
         flat = array.reshape(-1)
         self._reduce(flat, flat, op, flat.size, flat.dtype, range(self._rank.size))
 
@@ -87,7 +85,6 @@ class SharedMemoryCommunicator(Communicator):
         self._reduce(source, target, op, math.prod(shape), dtype, contributors)
 
     def reduce_scatter(self, array: np.ndarray, op: str, bounds: Sequence[int], out: np.ndarray) -> None:
-        """Write this rank's items of the reduction over all ranks into ``out``."""
         rank, reduce_op, source, target = self._rank, REDUCE_OPS[op], array.reshape(-1), out.reshape(-1)
         number, dtype = rank.number, array.dtype
         chunk_items = SCRATCH_NBYTES // dtype.itemsize // rank.size
@@ -114,11 +111,9 @@ class SharedMemoryCommunicator(Communicator):
         layouts: Sequence[ArrayLayout | None],
         out: Sequence[np.ndarray | None] | None,
     ) -> None:
-        """Copy rank r's array into the root's ``out[r]``."""
         self._gather_to(range(root, root + 1), array, layouts, out)
 
     def all_gather(self, array: np.ndarray, layouts: Sequence[ArrayLayout], out: Sequence[np.ndarray]) -> None:
-        """Copy rank r's array into ``out[r]`` on every rank."""
         self._gather_to(range(self._rank.size), array, layouts, out)
 
     def _gather_to(

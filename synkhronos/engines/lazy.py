@@ -78,7 +78,6 @@ class DropStoredOutputs(Command):
     command_numbers: tuple[int, ...]
 
     def run(self, rank: Rank) -> None:
-        """Drop the outputs on this rank."""
         for number in self.command_numbers:
             _get_stored_outputs(rank).pop(number, None)
 

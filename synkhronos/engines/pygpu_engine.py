@@ -19,7 +19,6 @@ class PygpuEngine(Engine):
 
     @property
     def device(self) -> Device:
-        """GpuArrays."""
         return PYGPU
 
     def make_runner(

@@ -26,12 +26,10 @@ class XlaEngine(LazyEngine):
     requires_static_shapes = True
 
     def can_launch(self, library: GraphLibrary, mode: Mode) -> bool:
-        """Whether the mode is JAX mode."""
         return library.is_xla_mode(mode)
 
     @property
     def device(self) -> Device:
-        """JAX arrays."""
         return JAX
 
     def make_runner(

@@ -106,7 +106,6 @@ class Call(_CallFields, Command):
                 yield RowAccess(selection)
 
     def run(self, rank: Rank) -> Any:
-        """Run the computation on this rank; see `RankCall.run`."""
         return self.compile_and_bind(rank).run()
 
     def compile_and_bind(self, rank: Rank) -> RankCall:

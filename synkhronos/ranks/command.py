@@ -82,7 +82,6 @@ class OversizedCommand(Command):
     location: ArrayLocation
 
     def run(self, rank: Rank) -> object:
-        """Unpickle the command and run it."""
         command: Command = pickle.loads(self.location.view(rank.segments).data)
         return command.run(rank)
 

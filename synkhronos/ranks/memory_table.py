@@ -42,7 +42,6 @@ class Release(Command):
     released: list[tuple[EntryKind, Any]]
 
     def run(self, rank: Rank) -> None:
-        """Drop them on this rank."""
         references = [rank.segments.drop(key) for kind, key in self.released if kind == "segment"]
         if not rank.is_master and any(memory is not None and memory() is not None for memory in references):
             # Compilers leave reference cycles to inputs, and an idle worker allocates nothing that starts a collection.

@@ -105,7 +105,6 @@ class Session(CommandRunner):
     # -- failures ----------------------------------------------------------------------------------------------
 
     def _close_if_failed_or_late(self) -> None:
-        """End the session and raise WorkerError if a worker has died, a host has failed, or a rank is late."""
         if self.timeout is not None and time.monotonic() - self._command_start_time > self.timeout:
             timeout_failure = self._group.find_timeout_failure(self._command_start_time, self.timeout)
             if timeout_failure is not None:
@@ -113,7 +112,6 @@ class Session(CommandRunner):
         self._close_if_failed()
 
     def _close_if_failed(self) -> None:
-        """End the session and raise WorkerError if a worker has died or another host has failed."""
         watch = self._watch
         command_thread, watch.command_thread = watch.command_thread, 0  # no PeerDied while this handles it
         failure = self._group.find_failure()

@@ -38,7 +38,7 @@ class Exit(Command):
     """Command after which a worker exits."""
 
     def run(self, rank: Rank) -> None:
-        """Do nothing."""
+        pass
 
 
 def main(

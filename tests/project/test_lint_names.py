@@ -74,6 +74,12 @@ def test_lint_names_findings(before, after, finding):
     assert lint(WHOLE.replace(before, after)) == [finding]
 
 
+@pytest.mark.parametrize("base, count", [("Parcel", 0), ("object", 1)])
+def test_lint_names_takes_a_docstring_of_a_base_class(base, count):
+    source = f"{WHOLE}\n\nclass Letter({base}):\n    def weigh(self):\n        pass\n"
+    assert [finding[0] for finding in lint(source)] == ["short docstring"] * count
+
+
 def test_lint_names_finds_a_duplicate_class():
     other = textwrap.dedent('''
         class Parcel:

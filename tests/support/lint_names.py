@@ -155,6 +155,19 @@ def find_described_arguments(function: ast.FunctionDef) -> Iterator[tuple[int, s
                         yield keyword.value.lineno, keyword.value.value
 
 
+def find_documented_methods(sources: Iterable[str]) -> dict[str, set[str]]:
+    """Return for each class, by its name, the methods that have a docstring in the class or in a base class."""
+    nodes = [node for source in sources for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
+    documented: dict[str, set[str]] = defaultdict(set)
+    for node in nodes:
+        documented[node.name] |= {m.name for m in node.body if isinstance(m, ast.FunctionDef) and ast.get_docstring(m)}
+    for _ in range(4):  # at most as many classes derive from each other
+        for node in nodes:
+            for base in node.bases:
+                documented[node.name] |= documented[re.sub(r"\[.*|.*\.", "", ast.unparse(base))]
+    return documented
+
+
 def check_names(sources: Mapping[str, str]) -> Iterator[Finding]:
     """Yield the findings of names and docstrings.
 
@@ -164,6 +177,7 @@ def check_names(sources: Mapping[str, str]) -> Iterator[Finding]:
         The source of each file by its path.
     """
     classes: dict[str, list[tuple[str, int]]] = defaultdict(list)
+    documented = find_documented_methods(source for path, source in sources.items() if path.startswith(PACKAGE))
     for path, source in sources.items():
         for comment in COMMENT.finditer(source):
             if CLAUSE.match(comment[1]):
@@ -199,7 +213,9 @@ def check_names(sources: Mapping[str, str]) -> Iterator[Finding]:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 for method in node.body:
                     if isinstance(method, ast.FunctionDef) and not method.name.startswith("_"):
-                        if len((ast.get_docstring(method) or "").split()) < SHORTEST:
+                        docstring = ast.get_docstring(method) or ""
+                        is_inherited = not docstring and method.name in documented[node.name]
+                        if len(docstring.split()) < SHORTEST and not is_inherited:
                             yield Finding("short docstring", path, method.lineno, f"{node.name}.{method.name}")
             if isinstance(node, ast.ClassDef) and not FOREIGN.match(path):
                 classes[node.name.lstrip("_")].append((path, node.lineno))

@@ -66,7 +66,6 @@ class CudaDevice(Device):
         return cuda.find_missing_packages({**self.requirements, **cuda.GPU_REQUIREMENTS})
 
     def choose_gpus(self, n_local_ranks: int, local_master_index: int) -> list[str]:
-        """Return the GPU of each rank of this host, as ``CUDA_VISIBLE_DEVICES`` names it."""
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = [*map(str, range(n_local_ranks))] if visible is None else [name.strip() for name in visible.split(",")]
         if self._gpu in names:  # CUDA can't change the GPU on which it was started
@@ -99,7 +98,6 @@ class CudaDevice(Device):
     # -- collectives -----------------------------------------------------------------------------------------
 
     def get_communicator(self, rank: Rank) -> NcclCommunicator:
-        """Return a rank's communicator between GPUs, always the same object."""
         return rank.registry.get_or_create(NcclCommunicator, lambda: NcclCommunicator(rank, self.staging))
 
     def get_group_communicator(self, rank: Rank, members: Iterable[int]) -> NcclGroupCommunicator:
@@ -120,7 +118,6 @@ class CudaDevice(Device):
         return reduce_op.nccl_op is not None and not (reduce_op.nccl_drops_nan and dtype.kind not in "biu")
 
     def slice_items(self, array: Array, start: int, shape: tuple[int, ...]) -> ItemRange:
-        """Return consecutive items of an array, from flat index ``start``, for `Communicator.gather`."""
         itemsize = array.dtype.itemsize
         return ItemRange(array, self.get_address(array) + start * itemsize, math.prod(shape) * itemsize)
 
@@ -132,7 +129,6 @@ class CudaDevice(Device):
         return Staging(self)
 
     def read_segment(self, rank: Rank, location: ArrayLocation, rows: Selection | None) -> Array:
-        """Copy rows of an array in shared memory (None: all) into a new array."""
         if self.is_on_gpu:
             return self.staging.read_segment(rank, location, rows)
         return super().read_segment(rank, location, rows)
@@ -159,7 +155,6 @@ class CudaDevice(Device):
         return GpuBytes(self.staging, self.as_contiguous(value))
 
     def write_segment(self, rank: Rank, segment_key: int, offset: int, value: Array) -> None:
-        """Copy an array into shared memory, directly from the GPU."""
         if self.is_on_gpu:
             self.staging.write_segment(rank, segment_key, offset, self.as_contiguous(value))
         else:

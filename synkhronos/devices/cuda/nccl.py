@@ -75,11 +75,9 @@ class NcclCommunicator(EarlyCommunicator):
 
     @property
     def generation(self) -> int:
-        """Number of the connection, equal on all ranks that share it, or 0 without a connection."""
         return self._connection.generation
 
     def connect(self, generations: Sequence[int]) -> None:
-        """Connect all ranks, unless the ``generations`` of all ranks show that they share a connection."""
         self._connect_ranks(generations, range(self._rank.size), self._rank.all_gather)
 
     def _connect_ranks(
@@ -94,12 +92,10 @@ class NcclCommunicator(EarlyCommunicator):
         self._connection.connect(max(generations) + 1, members, all_gather)
 
     def wait_until_started(self, on_poll: Callable[[], None] | None = None) -> None:
-        """Wait until all ranks have started their pending collectives.  Meanwhile call ``on_poll``, which may raise."""
         self._watchdog.wait_until_started(on_poll)
         self._connection.check_connected()
 
     def notify_started(self) -> None:
-        """Notify the other ranks, without waiting, that this rank has started its collectives."""
         self._watchdog.notify_started()
 
     # -- all_reduce, which does not wait for completion ------------------------------------------------------
@@ -161,18 +157,15 @@ class NcclCommunicator(EarlyCommunicator):
         return have_all_started
 
     def record_pending_writes(self) -> None:
-        """Record that variables have arrays that collectives in progress write."""
         self._watchdog.writes_in_place = True
 
     def abort(self) -> None:
-        """Abort the connection and its collectives in progress."""
         self._enqueued_nbytes = 0
         self._watchdog.abort(self._connection)
 
     # -- blocking operations ---------------------------------------------------------------------------------
 
     def broadcast(self, array: Array, root: int) -> None:
-        """Copy the root's array into every other rank's, in place."""
         address, n_items, dtype = self._prepare_buffer(array)
         if n_items:
             self._run_blocking(
@@ -194,7 +187,6 @@ class NcclCommunicator(EarlyCommunicator):
             )
 
     def reduce_scatter(self, array: Array, op: str, bounds: Sequence[int], out: Array) -> None:
-        """Write this rank's items of the reduction over all ranks into ``out``."""
         address, n_items, dtype = self._prepare_buffer(array)
         nccl_op, itemsize = NCCL_OPS[op], array.dtype.itemsize
         target = self._array_device.get_address(out) if out.size else 0
@@ -220,11 +212,9 @@ class NcclCommunicator(EarlyCommunicator):
     def gather(
         self, array: Array, root: int, layouts: Sequence[ArrayLayout | None], out: Sequence[Any | None] | None
     ) -> None:
-        """Copy rank r's array into the root's ``out[r]``."""
         self._gather_to([root], array, out)
 
     def all_gather(self, array: Array, layouts: Sequence[ArrayLayout], out: Sequence[Any]) -> None:
-        """Copy rank r's array into ``out[r]`` on every rank."""
         self._gather_to(range(self._rank.size), array, out)
 
     def _gather_to(self, receivers: Sequence[int], array: Array, out: Sequence[Any | None] | None) -> None:

@@ -114,7 +114,6 @@ class SharedMemoryReducer(XlaReducer):
         self._communicator = get_numpy_communicator(rank)
 
     def finish(self, spans: Sequence[BufferSpan], valid_flag_address: int, stream: int | None) -> None:
-        """Sum arrays over the ranks."""
         self.begin_sum()
         for span in spans:
             target = view_span(span.target, span)
@@ -132,13 +131,11 @@ class GpuReducer(XlaReducer):
         self._communicator = communicator
 
     def finish(self, spans: Sequence[BufferSpan], valid_flag_address: int, stream: int | None) -> None:
-        """Enqueue the sums of arrays over the ranks."""
         self.begin_sum()
         self._rank.barriers.check_cancelled()
         self._communicator.enqueue_on_xla_stream(spans, "sum", valid_flag_address, stream)
 
     def wait_until_ended(self) -> None:
-        """Wait until the programs of all ranks have ended."""
         super().wait_until_ended()
         self._communicator.wait_until_started()
 

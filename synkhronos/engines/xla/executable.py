@@ -158,11 +158,9 @@ class Executable(Runner):
         return fused
 
     def get_repeated(self, n_repeats: int) -> Executable | None:
-        """Return the executable that computes ``n_repeats`` times in one launch, or None if that is impossible."""
         return self if n_repeats == 1 else self.fuse(n_repeats=n_repeats)
 
     def record_signature(self, inputs: Sequence[Any]) -> bool:
-        """Return True if the inputs' shapes are new, so that XLA compiles for them, and record them."""
         signature = tuple([getattr(value, "shape", ()) for value in inputs])
         if signature in self._signatures:
             return False
@@ -202,7 +200,6 @@ class Executable(Runner):
         return results
 
     def wait(self, results: Sequence[Any]) -> None:
-        """Wait until the last launch has been computed."""
         import jax
 
         logs = [] if self._scalar_log is None else self._scalar_log.storages

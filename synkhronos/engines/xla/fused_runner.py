@@ -29,7 +29,6 @@ class FusedRunner(Runner):
         self._ffi_collectives = executable.ffi_collectives
 
     def record_signature(self, inputs: Sequence[Any]) -> bool:
-        """Return True if the inputs' shapes are new, so that XLA compiles for them, and record them."""
         return self._executable.record_signature(inputs)
 
     def __call__(self, *inputs: Any) -> list[Any]:
@@ -101,5 +100,4 @@ class NcclCollectiveHandler(CollectiveHandler):
         self._collective = next(self._collectives)
 
     def order_after_started(self, stream: int | None) -> None:
-        """Make the stream wait for the chunks that were started, after an error."""
         self._communicator.join_side_stream(stream)
