@@ -50,20 +50,20 @@ def parse_options() -> argparse.Namespace:
     add("--size", type=int, default=224, metavar="N", help="height and width of the images (%(default)s)")
     add("--batch-size", type=int, default=64, metavar="N", help="images a step for each GPU (%(default)s)")
     add("--steps", type=int, default=60, help="timed steps in each of three rounds (%(default)s)")
-    add("--pretended", action="store_true", help="pretend that there are GPUs: tries this script itself")
+    add("--fake", action="store_true", help="fake GPUs on the CPU, to try this script itself")
     return parser.parse_args()
 
 
 def make_environment(layout: str, options: argparse.Namespace) -> dict[str, str]:
     """Return the environment variables of a layout."""
-    count, pretended = options.gpus, options.pretended
+    count, on_fake_gpus = options.gpus, options.fake
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(str(i) for i in range(2 * count))).split(",")
     gpus_by_host = [",".join(visible[:count]), ",".join(visible[count : 2 * count])]
     folders = [
         ROOT,
         ROOT / "tests" / "support",
         *([GPUS / "one_a_host"] if layout != "one host" else []),
-        *([GPUS / "pretended"] if pretended else []),
+        *([GPUS / "fake"] if on_fake_gpus else []),
     ]
     path = [*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {"PYTHONPATH": os.pathsep.join(path), "NCCL_NVLS_ENABLE": "0", **LAYOUTS[layout]}
@@ -76,8 +76,8 @@ def make_environment(layout: str, options: argparse.Namespace) -> dict[str, str]
             "NCCL_HOSTID": "host-0",
         }
         environment |= {"HYDRA_LAUNCHER": "fork", "HOSTS": f"a:{count},b:{count}"}
-    if pretended:
-        environment |= {"PRETENDED_GPUS": str(2 * count), "JAX_PLATFORMS": "cpu", "PYTENSOR_FLAGS": "mode=JAX"}
+    if on_fake_gpus:
+        environment |= {"FAKE_GPUS": str(2 * count), "JAX_PLATFORMS": "cpu", "PYTENSOR_FLAGS": "mode=JAX"}
     return environment
 
 
@@ -123,7 +123,7 @@ def run_resnet(options: argparse.Namespace, environment: dict[str, str]) -> tupl
         },
         **{"exchange": None, "compiled": False, "images": 1024, "where": ["host"], "device": "gpu", "loaders": 0},
     }
-    if options.pretended:
+    if options.fake:
         settings |= {"warm": 1, "rounds": 1, "images": 4 * options.batch_size, "classes": 10}
     if environment["HOSTS"].count(",") == 1:
         environment = {**environment, "SYNKHRONOS_HOSTS": environment["HOSTS"]}
@@ -158,8 +158,8 @@ PARTS = {
 def main() -> None:
     """Run all parts in all layouts."""
     options = parse_options()
-    if not options.pretended and synk.get_n_gpu() < 2 * options.gpus:
-        print(f"This benchmark needs {2 * options.gpus} GPUs: left out. --pretended tries the script itself.")
+    if not options.fake and synk.get_n_gpu() < 2 * options.gpus:
+        print(f"This benchmark needs {2 * options.gpus} GPUs: left out. --fake tries the script itself.")
         return
     print_heading(f"{2 * options.gpus} GPUs of one machine, as one host and as two")
     table = Table({"": 12, "GPUs as": 14, "seconds": 7, "as on one host": 14, "result": 40})

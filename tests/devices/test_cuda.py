@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 from library import NAME
-from system import run_code, run_on_pretended_gpus, wait_until
+from system import run_code, run_on_fake_gpus, wait_until
 
 import synkhronos as synk
 from synkhronos import devices, ranks
@@ -155,7 +155,7 @@ DONE, NOT_READY = 0, 600
 
 
 class Gpu:
-    """Stand-in for CUDA, NCCL and a rank: a collective is pending until the test completes it."""
+    """Fake of CUDA, NCCL and a rank: a collective is pending until the test completes it."""
 
     def __init__(self, is_master=True):
         self.state, self.aborted, self.entered, self.is_dead = DONE, 0, 0, False
@@ -223,7 +223,7 @@ class Gpu:
 
 @pytest.fixture
 def connected(monkeypatch):
-    """Give a function that connects a communicator to a stand-in for the GPU."""
+    """Give a function that connects a communicator to a fake GPU."""
     communicators = []
 
     def connect(**kwargs):
@@ -501,7 +501,7 @@ def test_rank_past_the_barrier_aborts_no_peer(connected):
 @pytest.mark.skipif(NAME != "pytensor", reason="Theano's arrays are all-reduced between launches")
 @pytest.mark.slow
 def test_training_step_is_one_launch_with_all_reduce():
-    printed = run_on_pretended_gpus("train_in_one_launch", 3)
+    printed = run_on_fake_gpus("train_in_one_launch", 3)
     # 2,872 items, cut between parameters, the last parameter first: of an average, weights and bias 72, then 1600, then
     # 1200.
     float32_step = "started 1672 of float32; all-reduced 1200 of float32; "
@@ -680,7 +680,7 @@ def test_failure_ends_group_connections_only(connected):
 
 
 class Driver:
-    """Stand-in for CUDA's driver, which records page-locked memory."""
+    """Fake of CUDA's driver, which records page-locked memory."""
 
     CU_MEMHOSTREGISTER_PORTABLE, CU_MEMHOSTREGISTER_DEVICEMAP = 1, 2
     CUresult = types.SimpleNamespace(CUDA_SUCCESS=0, CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED=712)

@@ -160,7 +160,7 @@ class GetMemoryInUse(Command):
         if NAME == "pytensor":  # pygpu doesn't report how much of its pool is in use
             import jax
 
-            stats = jax.devices()[0].memory_stats()  # None for the CPU, which stands in for pretended GPUs
+            stats = jax.devices()[0].memory_stats()  # None for the CPU, which is each fake GPU
             gpu_nbytes = stats["bytes_in_use"] if stats else sum(array.nbytes for array in jax.live_arrays())
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
         return rank.all_gather((gpu_nbytes, resident))

@@ -100,7 +100,7 @@ def test_death_inside_a_collective_is_noticed(fork, action, words):
     check_ranks_work()
 
 
-@needs_real_gpus  # pretended GPUs have no pending collectives at the end of a command
+@needs_real_gpus  # fake GPUs have no pending collectives at the end of a command
 @pytest.mark.new_ranks
 def test_death_is_noticed_while_the_master_waits_for_its_gpu(fork):
     fork(N_RANKS)

@@ -1,4 +1,4 @@
-"""The C++ handlers by which XLA calls NCCL, on the CPU, with stand-ins for CUDA and NCCL."""
+"""The C++ handlers by which XLA calls NCCL, on the CPU, with fakes of CUDA and NCCL."""
 
 import ctypes
 import importlib.util

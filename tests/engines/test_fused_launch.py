@@ -34,7 +34,7 @@ def view_items(address, n_items, dtype):
 
 
 class TwoEqualShards(CollectiveHandler):
-    """Stand-in for the collectives of a sharded step between two ranks; this is rank 0, and rank 1 has its values.
+    """Fake of the collectives of a sharded step between two ranks; this is rank 0, and rank 1 has its values.
 
     ``valid`` are the flags of the reduce-scatter and of the all-gather.
     """
@@ -58,7 +58,7 @@ class TwoEqualShards(CollectiveHandler):
 
 
 class DoublingHandler(CollectiveHandler):
-    """Stand-in for a second rank with the same values."""
+    """Fake of a second rank with the same values."""
 
     def __init__(self, calls=(), valid=1):
         self.calls, self.valid, self.begun, self.waits = [] if calls == () else calls, valid, [], 0

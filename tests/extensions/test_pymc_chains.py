@@ -228,7 +228,7 @@ def test_interrupted_chains_return_their_draws(tmp_path):
 
 
 class ThreadSampler:
-    """Stand-in for PyMC's function that calls nutpie: chains are threads that Python has not started."""
+    """Fake of PyMC's function that calls nutpie: chains are threads that Python has not started."""
 
     def __init__(self, sums, monkeypatch):
         self.sums, self.monkeypatch = sums, monkeypatch

@@ -46,7 +46,7 @@ HOST_LISTS = [["a:3", "b:1"], ["a:1", "b:1", "c:1", "d:1"], ["a:2", "b:2"]]
 def test_hosts_compute_the_same_bits_as_one_host(program):
     if program in ("train_by_trainer", "train_with_options"):
         pytest.importorskip("safetensors")
-    print("hosts are simulated" if are_simulated() else "no namespaces here: one machine pretends to be several")
+    print("hosts are simulated" if are_simulated() else "no namespaces here: the hosts are fake")
     expected = run(["a:4"], program)
     assert expected
     for hosts in HOST_LISTS[1:] if program == "train_network" and NAME == "pytensor" else HOST_LISTS[-1:]:
@@ -65,10 +65,10 @@ def test_functions_on_two_hosts_equal_numpy():
 
 
 @pytest.mark.hosts
-@pytest.mark.parametrize(("named", "kind"), [(HOST_LISTS[-1], "simulated"), (HOST_LISTS[0], "pretended")], ids=str)
+@pytest.mark.parametrize(("named", "kind"), [(HOST_LISTS[-1], "simulated"), (HOST_LISTS[0], "fake")], ids=str)
 def test_asynchronous_rules_on_hosts_keep_their_invariants(named, kind, monkeypatch):
-    if kind == "pretended":
-        if not host_programs.can_pretend():
+    if kind == "fake":
+        if not host_programs.can_fake_hosts():
             pytest.skip("this mpirun does not take one machine for several")
         monkeypatch.setattr(host_programs, "are_simulated", lambda: False)
     assert run(named, "run_rule_tests") == "passed\n"
@@ -90,7 +90,7 @@ def test_run_programs_on_two_hosts_equal_one_host():
 
 
 @pytest.mark.hosts
-@pytest.mark.skipif(not are_simulated(), reason="pretended hosts are no processes")
+@pytest.mark.skipif(not are_simulated(), reason="fake hosts are no processes")
 def test_simulated_hosts_end_with_a_killed_parent(tmp_path):
     command = [sys.executable, host_programs.SIMULATED, "--hosts", "a", "--", "sh", "-c", "echo ready; sleep 1000"]
     code = "import subprocess, sys; subprocess.run(sys.argv[1:])"
@@ -104,7 +104,7 @@ def test_simulated_hosts_end_with_a_killed_parent(tmp_path):
 
 
 @pytest.mark.hosts
-@pytest.mark.skipif(not are_simulated(), reason="pretended hosts have all files")
+@pytest.mark.skipif(not are_simulated(), reason="fake hosts have all files")
 def test_data_file_is_mapped_on_each_host(tmp_path):
     # A file missing on one host ends the ranks, so no program follows.
     assert run(["a:2", "b:1"], "map_files", tmp_path / "x.npy", "/dev/shm/x.npy") == "error names the host\n"

@@ -1,4 +1,4 @@
-"""Pretended GPUs on several hosts (tests/support/gpus/pretended); benchmarks/gpu_hosts.py uses real GPUs."""
+"""Fake GPUs on several hosts (tests/support/gpus/fake); benchmarks/gpu_hosts.py uses real GPUs."""
 
 import json
 import os
@@ -12,8 +12,8 @@ from library import DEVICE, NAME
 
 from synkhronos.hosts import agent_main, mpi_link
 
-pytestmark = [pytest.mark.skipif(DEVICE != "host", reason="pretended GPUs are JAX's CPU"), pytest.mark.timeout(300)]
-needs_jax = pytest.mark.skipif(NAME != "pytensor", reason="pretended GPUs are JAX's CPU")
+pytestmark = [pytest.mark.skipif(DEVICE != "host", reason="fake GPUs are JAX's CPU"), pytest.mark.timeout(300)]
+needs_jax = pytest.mark.skipif(NAME != "pytensor", reason="fake GPUs are JAX's CPU")
 #: Hosts of most programs, one after another, as `run` reuses the ranks.
 TWO_HOSTS = ["a:1", "b:1"]
 
@@ -42,7 +42,7 @@ def test_data_parts_locks_only_local_pages():
 
 @pytest.mark.hosts
 @needs_jax
-@pytest.mark.skipif(not are_simulated(), reason="pretended hosts have one loopback")
+@pytest.mark.skipif(not are_simulated(), reason="fake hosts have one loopback")
 def test_nccl_connection_error_names_the_interface():
     (line,) = run(TWO_HOSTS, "report_interface_error")
     assert line.startswith(
@@ -137,7 +137,7 @@ def test_all_reduce_accepts_theano_gpu_arrays_on_hosts():
 def test_fork_refuses_hosts_without_pygpu(monkeypatch):
     versions = agent_main._get_host_info()["versions"]
     assert "pygpu" not in versions
-    monkeypatch.syspath_prepend(GPUS / "pretended")
+    monkeypatch.syspath_prepend(GPUS / "fake")
     monkeypatch.setattr(agent_main, "get_n_gpu", lambda: 2)
     with pytest.raises(RuntimeError, match="hosts need the same versions: pygpu is installed on a and missing on b"):
         mpi_link.check_versions(["a", "b"], [agent_main._get_host_info()["versions"], versions])

@@ -95,7 +95,7 @@ def test_more_reports_than_epochs_is_complete():
 
 
 def make_model_with_step(update_rule):
-    """Return a stand-in for a launcher's model, whose compiled step has the variables of an update rule."""
+    """Return a fake of a launcher's model, whose compiled step has the variables of an update rule."""
     x, w = tensor.dvector("x"), shared(np.zeros(3), "w")
     updates = build_local_updates(update_rule((tensor.dot(x, w) - 1) ** 2, [w], 0.1))
     return SimpleNamespace(params=[w], train_fn=package.function([x], [], updates=list(updates.items())))

@@ -86,8 +86,8 @@ def test_send_bytes_between_hosts(steps):
     segments = [SimpleNamespace(buffer=bytearray(memory.nbytes)) for _ in range(2)]
     agents = [ProgramBridge(memory, segment, range(r, r + 1)) for r, segment in enumerate(segments)]
     control = SimpleNamespace(fence=lambda: None, wake=lambda peer, reason: None)
-    stand_ins = [SimpleNamespace(number=r, segments={0: segments[r]}, control=control) for r in range(2)]
-    sender, receiver = (ProgramPeers(rank, memory) for rank in stand_ins)
+    fake_ranks = [SimpleNamespace(number=r, segments={0: segments[r]}, control=control) for r in range(2)]
+    sender, receiver = (ProgramPeers(rank, memory) for rank in fake_ranks)
     in_flight = deque()
     for number, (kind, n) in enumerate(steps * 5):  # more than the ring buffer
         if kind == "send" and sender._words.sent[1] - sender._words.received[1] + 8 + n <= memory.channel_nbytes:

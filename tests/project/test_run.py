@@ -76,7 +76,7 @@ def test_run_py_on_a_full_disk_says_so(tmp_path):
 
 @pytest.fixture
 def run_py(tmp_path, monkeypatch):
-    """Import run.py with stand-in environments, whose interpreters print their arguments, and fail with --fails."""
+    """Import run.py with fake environments, whose interpreters print their arguments, and fail with --fails."""
     spec = importlib.util.spec_from_file_location("run", ROOT / "run.py")
     run_py = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "run", run_py)  # dataclasses look it up there
@@ -150,7 +150,7 @@ def test_run_py_prints_a_single_job_unchanged(run_py, capfd):
 
 
 def make_interpreter(path, line):
-    """Make a stand-in of a Python, whose answer is a line of shell."""
+    """Make a fake Python, whose answer is a line of shell."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{line}\n")
     path.chmod(0o755)

@@ -42,7 +42,7 @@ class Blocked(Exception):
 
 
 class Memory:
-    """Stand-in for a host's control memory."""
+    """Fake of a host's control memory."""
 
     def __init__(self, local_ranks, size):
         self.local_ranks, self.size = local_ranks, size
@@ -72,7 +72,7 @@ class Memory:
 
 
 class Connection:
-    """Stand-in for a connection of NCCL."""
+    """Fake of a connection of NCCL."""
 
     def __init__(self):
         self.generation = 0

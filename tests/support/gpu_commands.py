@@ -19,7 +19,7 @@ from synkhronos.ranks import ArrayLocation, Command
 
 #: Marks of a file of tests on GPUs.
 ON_GPUS = [pytest.mark.gpu, pytest.mark.skipif(DEVICE != "gpu", reason="needs GPUs")]
-needs_real_gpus = pytest.mark.skipif("PRETENDED_GPUS" in os.environ, reason="about what pretended GPUs lack")
+needs_real_gpus = pytest.mark.skipif("FAKE_GPUS" in os.environ, reason="about what fake GPUs lack")
 needs_jax = pytest.mark.skipif(NAME != "pytensor", reason="about JAX arrays")
 
 RNG = np.random.default_rng(11)

@@ -139,14 +139,14 @@ def run_code(
     return done.stdout
 
 
-def run_on_pretended_gpus(program: str, n_gpus: int) -> list[str]:
+def run_on_fake_gpus(program: str, n_gpus: int) -> list[str]:
     """Run a program of gpus/launch_programs.py in a new process; return the lines that it prints."""
     gpus = SUPPORT / "gpus"
     return run_code(
         f"import launch_programs; launch_programs.{program}()",
         timeout=240,
-        PYTHONPATH=os.pathsep.join([str(ROOT), str(gpus), str(gpus / "pretended")]),
-        PRETENDED_GPUS=str(n_gpus),
+        PYTHONPATH=os.pathsep.join([str(ROOT), str(gpus), str(gpus / "fake")]),
+        FAKE_GPUS=str(n_gpus),
         JAX_PLATFORMS="cpu",
         PYTENSOR_FLAGS="mode=JAX",
     ).splitlines()

@@ -212,7 +212,7 @@ def fork_with_fault(how: str, fault_rank: int = 2, spawn: bool = False) -> None:
 
 
 def _need_fresh_processes() -> None:
-    """Start JAX, so that workers must be new processes; without JAX, pretend it."""
+    """Start JAX, so that workers must be new processes; without JAX, fake it."""
     try:
         import jax.numpy
     except ImportError:

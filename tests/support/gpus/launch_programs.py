@@ -1,4 +1,4 @@
-"""Programs on pretended GPUs that print the all-reduces of each launch; each needs a process of its own."""
+"""Programs on fake GPUs that print the all-reduces of each launch; each needs a process of its own."""
 
 import numpy as np
 import pytensor
@@ -19,7 +19,7 @@ _collectives = []
 
 
 def fork_and_record(n):
-    """Fork ranks on pretended GPUs, and record the master's all-reduces."""
+    """Fork ranks on fake GPUs, and record the master's all-reduces."""
     all_reduce = nccl.all_reduce
 
     def record_all_reduce(source, target, count, dtype, op, handle, stream):

@@ -1,6 +1,6 @@
 """Programs on the GPUs of one host or of several: ``programs.py NAME`` runs one, on the hosts that HOSTS names.
 
-``programs.py serve`` runs many, on the same ranks.  GPUs may be pretended or real.
+``programs.py serve`` runs many, on the same ranks.  GPUs may be fake or real.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Programs on several hosts that one machine simulates.
 
-If namespaces are not permitted, the machine stands in for all hosts.
+If namespaces are not permitted, the hosts are fake: processes of this machine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paths import ROOT, SUPPORT
 HERE = Path(__file__).resolve().parent
 SIMULATED, RSH = HERE / "simulated.py", HERE / "rsh.sh"
 PROGRAMS = HERE / "programs.py"
-#: Programs on pretended GPUs, two per host; only their processes have the stand-ins' folder on the path.
+#: Programs on fake GPUs, two per host; only their processes have the fakes on the path.
 GPUS = HERE.parent / "gpus"
 GPU_PROGRAMS = GPUS / "programs.py"
 #: One thread per rank on any host, so that results do not depend on the placement of ranks.
@@ -47,8 +47,8 @@ def make_command(hosts: list[str], *command: object, gpus: bool = False) -> tupl
     flags["PYTHONWARNINGS"] = "ignore::UserWarning:theano.configdefaults"  # the warning that there is no compiler
     environment = {**os.environ, **ONE_THREAD, **flags, "PYTHONPATH": path, "HOSTS": ",".join(hosts)}
     if gpus:
-        environment["PYTHONPATH"] += os.pathsep + str(GPUS / "pretended")
-        environment |= {"PRETENDED_GPUS": "2", "JAX_PLATFORMS": "cpu", "PYTENSOR_FLAGS": "mode=JAX"}
+        environment["PYTHONPATH"] += os.pathsep + str(GPUS / "fake")
+        environment |= {"FAKE_GPUS": "2", "JAX_PLATFORMS": "cpu", "PYTENSOR_FLAGS": "mode=JAX"}
         environment.pop("SYNKHRONOS_HOSTS", None)
     names = ",".join(host.partition(":")[0] for host in hosts)
     if are_simulated():
@@ -127,8 +127,8 @@ def end(*conditions: bool) -> None:
             _programs.pop(several).end()
 
 
-def can_pretend() -> bool:
-    """Return whether this ``mpirun`` can treat one machine as several hosts, as MPICH's does."""
+def can_fake_hosts() -> bool:
+    """Return whether this ``mpirun`` can treat one machine as several, fake hosts, as MPICH's does."""
     mpirun = Path(sys.executable).with_name("mpirun")
     return "HYDRA" in subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
 

@@ -304,7 +304,7 @@ def rsh(words: list[str]) -> int:
         name: value
         for name, value in os.environ.items()
         if name in names
-        or name.startswith(("PRETENDED_", "PYTENSOR_", "PYTHON", "OMP_", "OMPI_", "PRTE_", "PMIX_", "MPIR_", "MM_"))
+        or name.startswith(("FAKE_", "PYTENSOR_", "PYTHON", "OMP_", "OMPI_", "PRTE_", "PMIX_", "MPIR_", "MM_"))
     }
     return send_request(
         {"operation": "rsh", "host": words[0], "command": " ".join(words[1:]), "env": env, "cwd": os.getcwd()}

@@ -33,7 +33,7 @@ while os.getppid() == parent:
 class SimulatedHosts:
     """Some hosts, and `fault_target.py` on the first.
 
-    If hosts cannot be simulated, this machine stands in for all of them.
+    If hosts cannot be simulated, they are fake: processes of this machine.
 
     Parameters
     ----------

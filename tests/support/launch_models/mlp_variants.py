@@ -179,11 +179,11 @@ class HostKillingMLP(MLP):
 
 
 class GpuLosingMLP(MLP):
-    """The last rank of three exits in the third step of the second epoch; its host has a pretended GPU less then."""
+    """The last rank of three exits in the third step of the second epoch; its host has a fake GPU less then."""
 
     def train_iter(self, count, recorder):
         if (self.rank, self.size, self.epoch, count) == (2, 3, 1, 2):
-            with open("/dev/shm/pretended_gpus", "w") as file:  # each simulated host has a folder of its own there
+            with open("/dev/shm/fake_gpus", "w") as file:  # each simulated host has a folder of its own there
                 file.write("1")
             os._exit(1)
         super().train_iter(count, recorder)

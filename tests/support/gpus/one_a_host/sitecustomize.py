@@ -12,7 +12,7 @@ if number:
     gpus_by_host = os.environ.get("HOST_GPUS")
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus_by_host.split(";")[int(number)] if gpus_by_host else number
     os.environ["NCCL_HOSTID"] = f"host-{number}"
-if os.environ.get("PRETENDED_GPUS"):
-    import pretend
+if os.environ.get("FAKE_GPUS"):
+    import fake_gpus
 
-    pretend.install()
+    fake_gpus.install()

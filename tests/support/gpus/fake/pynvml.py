@@ -18,10 +18,10 @@ def nvmlShutdown():  # noqa: N802 - NVIDIA's name
 
 def nvmlDeviceGetCount():  # noqa: N802 - NVIDIA's name
     try:
-        with open("/dev/shm/pretended_gpus") as file:  # some were lost on this simulated host
+        with open("/dev/shm/fake_gpus") as file:  # some were lost on this simulated host
             return int(file.read())
     except FileNotFoundError:
-        return int(os.environ["PRETENDED_GPUS"])
+        return int(os.environ["FAKE_GPUS"])
 
 
 def nvmlDeviceGetHandleByIndex(index):  # noqa: N802 - NVIDIA's name

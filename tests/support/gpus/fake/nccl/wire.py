@@ -1,4 +1,4 @@
-"""Reductions of the stand-in for NCCL: all ranks send their arrays to a server on rank 0.
+"""Reductions of the fake of NCCL: all ranks send their arrays to a server on rank 0.
 
 The server works in rounds: it takes one message of each rank, and then answers all.
 """

@@ -1,7 +1,7 @@
 """GPUs that are not there: JAX arrays on the CPU go through the very code that calls CUDA and NCCL.
 
-With this folder on PYTHONPATH and ``PRETENDED_GPUS=2`` each machine and each simulated host has two GPUs.  The packages
-beside this file are small stand-ins for those that the library calls:
+With this folder on PYTHONPATH and ``FAKE_GPUS=2`` each machine and each simulated host has two GPUs.  The packages
+beside this file are small fakes of those that the library calls:
 
 ``pynvml``
     Counts them.
@@ -27,7 +27,7 @@ _CALLBACKS = {}
 
 
 def find_function_addresses():
-    """Return the addresses of functions in C that call the stand-ins."""
+    """Return the addresses of functions in C that call the fakes."""
     from cuda.bindings import driver
     from nccl.bindings import nccl
 
