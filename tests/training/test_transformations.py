@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from library import package
 from library import tensor as T
 from paths import SUPPORT
+from reference_updates import Problem, X, Y
 
 import synkhronos as synk
 from synkhronos.graph_libraries import get_library
@@ -34,10 +35,7 @@ from synkhronos.training.updates import (
     total_norm_constraint,
 )
 
-TABLES = SUPPORT / "tables"
-TABLE = json.loads((TABLES / "optax_rules.json").read_text())
-PROBLEM = json.loads((TABLES / "update_rules.json").read_text())
-X, Y, START = (np.array(PROBLEM[name]) for name in ("x", "y", "start"))
+TABLE = json.loads((SUPPORT / "tables" / "optax_rules.json").read_text())
 
 
 def is_matrix(p):
@@ -72,21 +70,8 @@ RULES = {
 }
 
 
-class Problem:
-    """Problem of the table of optax's numbers."""
-
-    def __init__(self, dtype="float64"):
-        self.x, self.y = T.matrix("x", dtype=dtype), T.matrix("y", dtype=dtype)
-        self.w = package.shared(START[:6].reshape(3, 2).astype(dtype), name="w")
-        self.b = package.shared(START[6:].astype(dtype), name="b")
-        self.params = [self.w, self.b]
-        self.loss = ((T.tanh(T.dot(self.x, self.w) + self.b) - self.y) ** 2).mean()
-
-    def train_by(self, make, rule, **kwargs):
-        return make(self.loss, self.params, self.x, self.y, rule, **kwargs)
-
-    def values(self):
-        return np.concatenate([p.get_value().ravel() for p in self.params])
+def make_train(make, problem, rule):
+    return make(problem.loss, problem.params, problem.x, problem.y, rule)
 
 
 def test_transformation_table_is_complete():
@@ -96,7 +81,7 @@ def test_transformation_table_is_complete():
 @pytest.mark.parametrize("name", RULES)
 def test_transformations_equal_optax(name):
     problem = Problem()
-    train = problem.train_by(make_train_function_serial, RULES[name])
+    train = make_train(make_train_function_serial, problem, RULES[name])
     for expected in TABLE[name]:
         train(X, Y)
         np.testing.assert_allclose(problem.values(), expected, rtol=1e-6, atol=1e-9)
@@ -108,7 +93,7 @@ def test_transformations_keep_float32(name):
     rule = RULES[name](problem.loss, problem.params, weight=problem.x.shape[0])
     assert {variable.dtype for variable in rule.param_updates} == {"float32"}
     assert {new.dtype for new in rule.param_updates.values()} == {"float32"}
-    train = problem.train_by(make_train_function_serial, RULES[name])
+    train = make_train(make_train_function_serial, problem, RULES[name])
     for expected in TABLE[name][:3]:
         train(X.astype("float32"), Y.astype("float32"))
         np.testing.assert_allclose(problem.values(), expected, rtol=1e-4, atol=1e-5)
@@ -117,8 +102,8 @@ def test_transformations_keep_float32(name):
 @pytest.mark.parametrize("name", ["adamw, other options", "lamb", "muon", "all", "partition"])
 def test_transformations_on_ranks_equal_one_process(n_ranks, name):
     together, alone = Problem(), Problem()
-    train = together.train_by(make_train_function, RULES[name])
-    train_alone = alone.train_by(make_train_function_serial, RULES[name])
+    train = make_train(make_train_function, together, RULES[name])
+    train_alone = make_train(make_train_function_serial, alone, RULES[name])
     for batch, num_slices in [(None, 1), (3, 1), (None, 2), ([4, 0], 1), (1, 1)]:
         loss = train(X, Y, batch=batch, num_slices=num_slices)
         np.testing.assert_allclose(loss, train_alone(X, Y, batch=batch), rtol=1e-9)

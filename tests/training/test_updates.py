@@ -1,8 +1,7 @@
-"""Update rules equal Theano's and optax's numbers, for any split of the rows."""
+"""Update rules equal those of plain NumPy, for any split of the rows."""
 
 import functools
 import inspect
-import json
 import re
 from pathlib import Path
 
@@ -12,12 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from library import NAME, package
 from library import tensor as T
-from paths import SUPPORT
+from reference_updates import COLUMNS, START, X, Y, compute_gradient
+from reference_updates import Problem as ReferenceProblem
 
 from synkhronos.training import updates
-
-TABLE = json.loads((SUPPORT / "tables" / "update_rules.json").read_text())
-X, Y, START = (np.array(TABLE[name]) for name in ("x", "y", "start"))
 
 RULES = [
     "sgd",
@@ -44,15 +41,8 @@ def compile_function(inputs, outputs=None, **kwargs):
     return package.function(inputs, outputs, mode="FAST_COMPILE", **kwargs)
 
 
-class Problem:
-    """Problem of the table of expected numbers, in one process."""
-
-    def __init__(self, dtype="float64", w_dtype=None):
-        self.x, self.y = T.matrix("x", dtype=dtype), T.matrix("y", dtype=dtype)
-        self.w = package.shared(START[:6].reshape(3, 2).astype(w_dtype or dtype), name="w")
-        self.b = package.shared(START[6:].astype(dtype), name="b")
-        self.params = [self.w, self.b]
-        self.loss = ((T.tanh(T.dot(self.x, self.w) + self.b) - self.y) ** 2).mean()
+class Problem(ReferenceProblem):
+    """The reference's problem, trained by an update rule in one process."""
 
     def compile(self, rule):
         grad_updates, param_updates, self.grad_shared = rule
@@ -63,41 +53,40 @@ class Problem:
         self.gradient(X.astype(self.x.dtype), Y.astype(self.y.dtype))
         self.update()
 
-    def values(self):
-        return np.concatenate([p.get_value().ravel() for p in self.params])
 
-
-def make_updates(column, problem, **more):
-    """Return the updates of the column's rule."""
-    kwargs = {**column["kwargs"], **more}
-    first, _, modifier = column["rule"].partition(" + ")
+def make_updates(problem, name, options, **more):
+    """Return the updates of a rule of the reference."""
+    options = {**options, **more}
+    first, _, modifier = name.partition("_with_")
     if not modifier:
-        return getattr(updates, first)(problem.loss, problem.params, **kwargs)
-    momentum = kwargs.pop("momentum")
-    rule = getattr(updates, first)(problem.loss, problem.params, **kwargs)
-    return getattr(updates, modifier)(rule, problem.params, momentum=momentum)
+        return getattr(updates, first)(problem.loss, problem.params, **options)
+    momentum = options.pop("momentum")
+    rule = getattr(updates, first)(problem.loss, problem.params, **options)
+    return getattr(updates, f"apply_{modifier}")(rule, problem.params, momentum=momentum)
 
 
-def make_id(column):
-    return column["rule"] + ("" if column["kwargs"] else " with defaults")
+def find_column(rule):
+    """Return the options of a rule with which the reference takes larger steps, and the parameters after each step."""
+    return [(options, params) for name, options, params in COLUMNS if name == rule][-1]
 
 
-@pytest.mark.parametrize("column", TABLE["columns"], ids=make_id)
-def test_updates_equal_reference_numbers(column):
+@pytest.mark.parametrize(
+    ("rule", "options", "params"), COLUMNS, ids=[f"{name}-{options}" for name, options, _ in COLUMNS]
+)
+def test_updates_equal_reference_numbers(rule, options, params):
     problem = Problem()
-    problem.compile(make_updates(column, problem))
-    for expected in column["params"]:
+    problem.compile(make_updates(problem, rule, options))
+    for expected in params:
         problem.step()
         np.testing.assert_allclose(problem.values(), expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_updates_in_float32_equal_reference_numbers(rule):
-    # The last column of a rule has the larger steps.
-    column = [c for c in TABLE["columns"] if c["rule"] == rule][-1]
+    options, params = find_column(rule)
     problem = Problem("float32")
-    problem.compile(make_updates(column, problem))
-    for expected in column["params"]:
+    problem.compile(make_updates(problem, rule, options))
+    for expected in params:
         problem.step()
         np.testing.assert_allclose(problem.values(), expected, rtol=2e-5, atol=2e-6)
     assert {p.dtype for p in problem.params} == {"float32"}
@@ -113,7 +102,7 @@ def test_adam_is_exact_in_float32_from_the_first_step():
 
 
 def test_every_update_rule_is_named_in_a_test():
-    assert {c["rule"].split(" + ")[0] for c in TABLE["columns"]} == set(RULES)
+    assert {name.partition("_with_")[0] for name, *_ in COLUMNS} == set(RULES)
     tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     assert [name for name in updates.__all__ if not re.search(rf"\b{name}\b", tests)] == []
 
@@ -147,8 +136,7 @@ def test_grad_shared_holds_the_raw_gradients():
     problem = Problem()
     problem.compile(updates.sgd(problem.loss, problem.params, learning_rate=0.5))
     problem.gradient(X, Y)
-    sgd = next(c for c in TABLE["columns"] if c["rule"] == "sgd")
-    np.testing.assert_allclose(problem.grad_shared.get_value(), (START - sgd["params"][0]) / 0.5, rtol=1e-9)
+    np.testing.assert_allclose(problem.grad_shared.get_value(), compute_gradient(START), rtol=1e-9)
 
 
 @functools.cache
@@ -178,33 +166,32 @@ def test_updates_with_weight_do_not_depend_on_the_split(splits, op):
             written.append(np.zeros_like(problem.grad_shared.get_value()))
     problem.grad_shared.set_value(op(written, axis=0))
     problem.update()
-    expected = next(c for c in TABLE["columns"] if c["rule"] == "sgd")["params"][0]
-    np.testing.assert_allclose(problem.values(), expected, rtol=1e-9)
+    np.testing.assert_allclose(problem.values(), START - 0.5 * compute_gradient(START), rtol=1e-9)
 
 
 def test_updates_with_a_constant_weight():
-    column = TABLE["columns"][-1]
+    rule, options, params = COLUMNS[-1]
     problem = Problem()
-    problem.compile(make_updates(column, problem, weight=3))
-    for expected in column["params"]:
+    problem.compile(make_updates(problem, rule, options, weight=3))
+    for expected in params:
         problem.step()
         np.testing.assert_allclose(problem.values(), expected, rtol=1e-9)
 
 
 def test_updates_accept_gradients_instead_of_loss():
-    column = next(c for c in TABLE["columns"] if c["rule"] == "adam")
+    options, params = find_column("adam")
     problem = Problem()
-    problem.compile(updates.adam(package.grad(problem.loss, problem.params), problem.params))
+    problem.compile(updates.adam(package.grad(problem.loss, problem.params), problem.params, **options))
     problem.step()
-    np.testing.assert_allclose(problem.values(), column["params"][0], rtol=1e-9)
+    np.testing.assert_allclose(problem.values(), params[0], rtol=1e-9)
 
 
 def test_updates_keep_parameter_dtypes():
-    column = [c for c in TABLE["columns"] if c["rule"] == "amsgrad"][-1]
+    options, params = find_column("amsgrad")
     problem = Problem("float64", w_dtype="float32")
-    problem.compile(make_updates(column, problem, weight=problem.x.shape[0]))
+    problem.compile(make_updates(problem, "amsgrad", options, weight=problem.x.shape[0]))
     assert problem.grad_shared.dtype == "float64"
-    for expected in column["params"]:
+    for expected in params:
         problem.step()
         np.testing.assert_allclose(problem.values(), expected, rtol=2e-5, atol=2e-6)
     assert (problem.w.get_value().dtype, problem.b.get_value().dtype) == ("float32", "float64")
@@ -255,11 +242,11 @@ def test_updates_of_an_empty_parameter():
 
 
 def test_updates_with_shared_hyperparameters():
-    column = [c for c in TABLE["columns"] if c["rule"] == "adam"][-1]
-    shareds = {name: package.shared(np.asarray(value)) for name, value in column["kwargs"].items()}
+    options, params = find_column("adam")
+    shareds = {name: package.shared(np.asarray(value)) for name, value in options.items()}
     problem = Problem()
     problem.compile(updates.adam(problem.loss, problem.params, **shareds))
-    for expected in column["params"][:5]:
+    for expected in params[:5]:
         problem.step()
         np.testing.assert_allclose(problem.values(), expected, rtol=1e-9)
     before = problem.values()

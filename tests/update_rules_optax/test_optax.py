@@ -14,6 +14,10 @@ from library import NAME
 
 from synkhronos.training import make_train_function_serial
 from synkhronos.training.updates import (
+    adadelta,
+    adagrad,
+    adam,
+    adamax,
     adamw,
     add_decayed_weights,
     chain,
@@ -23,7 +27,9 @@ from synkhronos.training.updates import (
     lion,
     momentum,
     muon,
+    nesterov_momentum,
     partition,
+    rmsprop,
     sgd,
 )
 
@@ -45,9 +51,35 @@ def mark_matrices(params):
     return jax.tree.map(is_matrix, params)
 
 
+TINY = 1e-30
 PARTS = {"w": "matrix", "b": "other"}
 #: Makers of a rule and of optax's, from learning rate, two betas, epsilon, decay of weights and limit of norms.
 RULES = {
+    "nesterov_momentum": lambda rate, b1, b2, eps, decay, limit: (
+        functools.partial(nesterov_momentum, momentum=b1),
+        optax.sgd(rate, momentum=b1, nesterov=True),
+    ),
+    "adagrad": lambda rate, b1, b2, eps, decay, limit: (
+        functools.partial(adagrad, epsilon=eps),
+        optax.adagrad(rate, initial_accumulator_value=0.0, eps=eps),
+    ),
+    "rmsprop": lambda rate, b1, b2, eps, decay, limit: (
+        functools.partial(rmsprop, rho=b2, epsilon=eps),
+        optax.rmsprop(rate, decay=b2, eps=eps),
+    ),
+    "adadelta": lambda rate, b1, b2, eps, decay, limit: (
+        functools.partial(adadelta, rho=b2, epsilon=eps),
+        optax.adadelta(rate, rho=b2, eps=eps),
+    ),
+    # Epsilon has another place in optax, which makes no difference where it is this small.
+    "adam": lambda rate, b1, b2, eps, decay, limit: (
+        functools.partial(adam, beta1=b1, beta2=b2, epsilon=TINY),
+        optax.adam(rate, b1, b2, eps=TINY),
+    ),
+    "adamax": lambda rate, b1, b2, eps, decay, limit: (
+        functools.partial(adamax, beta1=b1, beta2=b2, epsilon=TINY),
+        optax.adamax(rate, b1, b2, eps=TINY),
+    ),
     "adamw": lambda rate, b1, b2, eps, decay, limit: (
         functools.partial(adamw, beta1=b1, beta2=b2, epsilon=eps, weight_decay=decay, mask=is_matrix),
         optax.adamw(rate, b1, b2, eps, weight_decay=decay, mask=mark_matrices),

@@ -1,6 +1,6 @@
-"""Write optax_rules.json: the parameters after each of ten steps, by optax, on the problem of update_rules.json.
+"""Write optax_rules.json: the parameters after each of ten steps, by optax, on the problem of reference_updates.
 
-Run with optax installed; tests/training/test_transformations.py compares.
+Run with optax installed, and with tests/support on PYTHONPATH; tests/training/test_transformations.py compares.
 """
 
 import json
@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from reference_updates import START, X, Y
 
 jax.config.update("jax_enable_x64", True)
 FOLDER = Path(__file__).parent
-TABLE = json.loads((FOLDER / "update_rules.json").read_text())
-X, Y, START = (np.array(TABLE[name]) for name in ("x", "y", "start"))
 
 
 def mark_matrices(params):
