@@ -3,12 +3,11 @@
 Other tests use Python's linker, without rewrites or with those of FAST_COMPILE; see conftest.py.
 """
 
-import importlib
 import multiprocessing
 
 import numpy as np
 import pytest
-from library import NAME, XLA, function, grad, shared
+from library import NAME, XLA, PythonOp, function, grad, package, shared
 from library import tensor as T
 
 import synkhronos as synk
@@ -205,7 +204,7 @@ class CountCompilations(Command):
 @pytest.mark.skipif(NAME == "theano" or XLA, reason="Numba compiles at the first call")
 @pytest.mark.slow
 def test_numba_cache_is_filled_by_one_rank(monkeypatch):
-    monkeypatch.setattr(importlib.import_module(NAME).config, "mode", "NUMBA")
+    monkeypatch.setattr(package.config, "mode", "NUMBA")
     synk.fork(3, use_gpu=False)
     try:
         new = 1 + float(np.random.default_rng().random())  # otherwise an earlier run could have cached it
@@ -233,17 +232,12 @@ def test_numba_cache_is_filled_by_one_rank(monkeypatch):
 BOTH_RANKS_BARRIER = multiprocessing.Barrier(2)
 
 
-class WaitForBothRanks(importlib.import_module(f"{NAME}.{'gof' if NAME == 'theano' else 'graph'}.op").Op):
+class WaitForBothRanks(PythonOp):
     """The identity, after a barrier of both ranks. Numba calls it in Python, and so caches no function with it."""
 
-    __props__ = ()
-
-    def make_node(self, x):
-        return importlib.import_module(NAME).graph.basic.Apply(self, [x], [x.type()])
-
-    def perform(self, node, inputs, outputs):
+    def compute(self, x):
         BOTH_RANKS_BARRIER.wait(60)
-        outputs[0][0] = inputs[0].copy()
+        return x.copy()
 
 
 @pytest.mark.skipif(NAME == "theano" or XLA, reason="Numba compiles at the first call")

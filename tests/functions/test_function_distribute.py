@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 from function_cases import CountFunctions
-from library import INTERPRETED, NAME, XLA, shared
+from library import INTERPRETED, XLA, PythonOp, shared
 from library import tensor as T
 from messages import raises
 
@@ -15,28 +15,17 @@ import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.ranks.memory_table import MemoryTable
 
-if NAME == "pytensor":
-    from pytensor.graph.basic import Apply
-    from pytensor.graph.op import Op
-else:
-    from theano import Apply, Op
-
 pytestmark = pytest.mark.usefixtures("rewrites")
 
 
-class Unpicklable(Op):
+class Unpicklable(PythonOp):
     """The identity, with a lock, which cannot be pickled."""
-
-    __props__ = ()
 
     def __init__(self):
         self.lock = threading.Lock()
 
-    def make_node(self, x):
-        return Apply(self, [x], [x.type()])
-
-    def perform(self, node, inputs, outputs):
-        outputs[0][0] = inputs[0] + 0
+    def compute(self, x):
+        return x.copy()
 
 
 # -- distributing ----------------------------------------------------------------------------------------------

@@ -8,20 +8,14 @@ import time
 
 import numpy as np
 import pytest
-from library import INTERPRETED, NAME, shared, tensor
+from library import INTERPRETED, PythonOp, shared, tensor
 from messages import raises
 
 import synkhronos as synk
 from synkhronos import devices
 
-if NAME == "pytensor":
-    from pytensor.graph.basic import Apply
-    from pytensor.graph.op import Op
-else:
-    from theano.gof import Apply, Op
 
-
-class ActOnRanks(Op):
+class ActOnRanks(PythonOp):
     """Op that returns its argument after some ranks have run an action."""
 
     __props__ = ("action", "failing_ranks")
@@ -29,13 +23,10 @@ class ActOnRanks(Op):
     def __init__(self, action, failing_ranks=(1,)):
         self.action, self.failing_ranks = action, failing_ranks
 
-    def make_node(self, x):
-        return Apply(self, [x], [x.type()])
-
-    def perform(self, node, inputs, outputs, *_):
-        if int(inputs[0][0]) in self.failing_ranks:  # each row has the number of its rank
+    def compute(self, x):
+        if int(x[0]) in self.failing_ranks:  # each row has the number of its rank
             ACTIONS[self.action]()
-        outputs[0][0] = inputs[0].copy()
+        return x.copy()
 
 
 def raise_error():

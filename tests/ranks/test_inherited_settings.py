@@ -4,42 +4,26 @@ import random
 
 import numpy as np
 import pytest
-from library import DEVICE, INTERPRETED, NAME
+from library import DEVICE, INTERPRETED, PythonOp
 from library import tensor as T
 
 import synkhronos as synk
 
-if NAME == "pytensor":
-    from pytensor.graph.basic import Apply
-    from pytensor.graph.op import Op
-else:
-    from theano.gof import Apply, Op
-
 pytestmark = pytest.mark.skipif(DEVICE != "host", reason="operations that are written in Python")
 
 
-class Draws(Op):
+class Draws(PythonOp):
     """Op that returns numbers of NumPy's and Python's global generators, as users' Ops may."""
 
-    __props__ = ()
-
-    def make_node(self, x):
-        return Apply(self, [x], [x.type()])
-
-    def perform(self, node, inputs, outputs, *_):
-        outputs[0][0] = np.array([*np.random.random(4), random.random()])
+    def compute(self, x):
+        return np.array([*np.random.random(4), random.random()])
 
 
-class Reciprocal(Op):
+class Reciprocal(PythonOp):
     """Op that divides by NumPy, which respects `np.seterr`; the libraries' Ops do not."""
 
-    __props__ = ()
-
-    def make_node(self, x):
-        return Apply(self, [x], [x.type()])
-
-    def perform(self, node, inputs, outputs, *_):
-        outputs[0][0] = 1 / inputs[0]
+    def compute(self, x):
+        return 1 / x
 
 
 def draw_values(n, calls=2):
@@ -100,16 +84,11 @@ def test_workers_inherit_numpy_errstate(two_ranks_per_test):
         assert f(np.array([1.0, 0.0])).tolist() == [1, np.inf]
 
 
-class GetDivideSetting(Op):
+class GetDivideSetting(PythonOp):
     """Op that returns NumPy's setting for divisions by zero."""
 
-    __props__ = ()
-
-    def make_node(self, x):
-        return Apply(self, [x], [x.type()])
-
-    def perform(self, node, inputs, outputs, *_):
-        outputs[0][0] = np.array([WAYS.index(np.geterr()["divide"])], float)
+    def compute(self, x):
+        return np.array([WAYS.index(np.geterr()["divide"])], float)
 
 
 WAYS = ["ignore", "warn", "raise", "call", "print", "log"]

@@ -5,32 +5,21 @@ import os
 
 import numpy as np
 import pytest
-from library import DEVICE, INTERPRETED, NAME
+from library import DEVICE, INTERPRETED, NAME, PythonOp
 from library import tensor as T
 from system import run_code
 
 import synkhronos as synk
 from synkhronos import ranks
 
-if NAME == "pytensor":
-    from pytensor.graph.basic import Apply
-    from pytensor.graph.op import Op
-else:
-    from theano.gof import Apply, Op
 
-
-class Hoarder(Op):
+class Hoarder(PythonOp):
     """Op that returns its input, and leaves a garbage cycle with a reference to it, as Numba's compiler does."""
 
-    __props__ = ()
-
-    def make_node(self, x):
-        return Apply(self, [x], [x.type()])
-
-    def perform(self, node, inputs, outputs, *_):
-        cycle = [inputs[0]]
+    def compute(self, x):
+        cycle = [x]
         cycle.append(cycle)
-        outputs[0][0] = inputs[0].copy()
+        return x.copy()
 
 
 def count_mappings(pid, nbytes):

@@ -7,23 +7,16 @@ import time
 
 import numpy as np
 import pytest
-from library import DEVICE, INTERPRETED, NAME, shared, tensor
+from library import DEVICE, INTERPRETED, PythonOp, shared, tensor
 from system import LIMIT
 
 import synkhronos as synk
-
-if NAME == "pytensor":
-    from pytensor.graph.basic import Apply
-    from pytensor.graph.op import Op
-else:
-    from theano.gof import Apply, Op
-
 
 #: In the master: functions that a `Sleep` calls when it starts to compute, and an event that ends it.
 AT_START, WOKEN = [], threading.Event()
 
 
-class Sleep(Op):
+class Sleep(PythonOp):
     """Op that returns its argument after some seconds, or in the master when the event is set."""
 
     __props__ = ("seconds",)
@@ -31,16 +24,13 @@ class Sleep(Op):
     def __init__(self, seconds):
         self.seconds = seconds
 
-    def make_node(self, x):
-        return Apply(self, [x], [x.type()])
-
-    def perform(self, node, inputs, outputs):
+    def compute(self, x):
         for action in AT_START:
             action()
         deadline = time.monotonic() + self.seconds
         while time.monotonic() < deadline and not WOKEN.is_set():
             time.sleep(0.01)
-        outputs[0][0] = inputs[0]
+        return x
 
 
 @pytest.fixture

@@ -9,17 +9,11 @@ import types
 
 import numpy as np
 import pytest
-from library import DEVICE, ENVIRONMENT_WITHOUT_COMPILER, NAME, tensor
+from library import DEVICE, ENVIRONMENT_WITHOUT_COMPILER, NAME, Apply, Op, tensor
 
 import synkhronos as synk
 from synkhronos.functions.dispatcher import Dispatcher
 from synkhronos.replication.user_code import UserCode, compute_digest, find_outdated_modules, is_user_module
-
-if NAME == "pytensor":
-    from pytensor.graph.basic import Apply
-    from pytensor.graph.op import Op
-else:
-    from theano.gof import Apply, Op
 
 pytestmark = pytest.mark.skipif(DEVICE != "host", reason="neither XLA nor a GPU has operations written in Python")
 IMPORTS = (

@@ -13,9 +13,12 @@ from synkhronos.engines.lazy import Result
 try:
     import pytensor as package
     import pytensor.tensor as tensor
+    from pytensor.graph.basic import Apply
+    from pytensor.graph.op import Op
 except ImportError:
     import theano as package
     import theano.tensor as tensor
+    from theano.gof import Apply, Op
 
 #: "pytensor" or "theano"
 NAME = package.__name__
@@ -43,6 +46,18 @@ XLA = DEVICE != "host" and NAME == "pytensor"
 GPU_DEVICE = PYGPU if NAME == "theano" else JAX
 #: Mode of functions with Ops in Python; Python's linker supports no GPU.
 INTERPRETED = None if DEVICE == "gpu" and NAME == "theano" else "FAST_COMPILE"
+
+
+class PythonOp(Op):
+    """Op of one argument whose subclasses `compute` a value of the argument's type in Python."""
+
+    __props__ = ()
+
+    def make_node(self, x):
+        return Apply(self, [x], [x.type()])
+
+    def perform(self, node, inputs, outputs, *_):
+        outputs[0][0] = self.compute(inputs[0])
 
 
 def function(*args, **kwargs):
@@ -92,11 +107,14 @@ def assert_same(actual, expected):
 
 
 __all__ = [
+    "Apply",
     "GPU_DEVICE",
     "COMPILER",
     "DEVICE",
     "INTERPRETED",
     "NAME",
+    "Op",
+    "PythonOp",
     "ENVIRONMENT_WITHOUT_COMPILER",
     "XLA",
     "limit_examples",

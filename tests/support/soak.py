@@ -38,18 +38,12 @@ os.environ.setdefault("THEANO_FLAGS", "blas.ldflags=,mode=FAST_COMPILE")
 sys.path[:0] = [str(pathlib.Path(__file__).resolve().parents[2]), str(pathlib.Path(__file__).resolve().parent)]
 
 import numpy as np
-from library import NAME, shared, tensor
+from library import NAME, Apply, Op, shared, tensor
 from system import is_alive, list_children
 
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.ranks import Command
-
-if NAME == "pytensor":
-    from pytensor.graph.basic import Apply
-    from pytensor.graph.op import Op
-else:
-    from theano.gof import Apply, Op
 
 #: Seconds after which a step counts as hung.
 LIMIT = 60.0

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from library import NAME, shared, tensor
+from library import PythonOp, shared, tensor
 from system import list_children, wait_in_c
 
 import synkhronos as synk
@@ -27,12 +27,6 @@ from synkhronos.devices.shared_memory_communicator import SharedMemoryCommunicat
 from synkhronos.ranks import Command
 from synkhronos.ranks.control_memory import ControlMemory
 from synkhronos.ranks.segments import Segment
-
-if NAME == "pytensor":
-    from pytensor.graph.basic import Apply
-    from pytensor.graph.op import Op
-else:
-    from theano.gof import Apply, Op
 
 _EVENTS = int(os.environ.get("FAULTS_EVENTS", -1))
 _RELEASE = int(os.environ.get("FAULTS_RELEASE", -1))
@@ -253,20 +247,15 @@ def insert_points() -> None:
     SharedMemoryCommunicator._switch_scratch_halves = halves
 
 
-class Point(Op):
+class Point(PythonOp):
     """Identity Op that reaches points."""
-
-    __props__ = ()
-
-    def make_node(self, x: Any) -> Any:
-        return Apply(self, [x], [x.type()])
 
     def prepare_node(self, *_: Any, **__: Any) -> None:
         reach("build")
 
-    def perform(self, node: Any, inputs: Any, outputs: Any, *_: Any) -> None:
+    def compute(self, x: Any) -> Any:
         reach("perform")
-        outputs[0][0] = inputs[0].copy()
+        return x.copy()
 
     def __reduce__(self) -> Any:
         reach("pickle")
