@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hosts import are_simulated, make_command
-from launch_runs import ENVIRONMENT, HOST, list_marked_processes, make_synkhronos_command
+from launch_runs import ENVIRONMENT, HOST, make_synkhronos_command
 from library import NAME
 from paths import SUPPORT
-from system import wait_until, wait_until_empty
+from system import list_marked_processes, wait_until, wait_until_empty
 
 from synkhronos.platoon import launcher
 

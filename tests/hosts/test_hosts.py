@@ -15,9 +15,8 @@ import pytest
 from hosts import are_simulated, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launch_runs import list_marked_processes
 from library import NAME
-from system import list_children, time_limit, wait_until_empty
+from system import list_children, list_marked_processes, time_limit, wait_until_empty
 
 import synkhronos as synk
 from synkhronos import startup

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hosts import are_simulated, make_command
-from launch_runs import HOST, list_marked_processes, read_json_lines, train
+from launch_runs import HOST, read_json_lines, train
 from paths import SUPPORT
-from system import wait_until, wait_until_empty
+from system import list_marked_processes, wait_until, wait_until_empty
 
 from synkhronos.launcher.configuration.resolve import resolve_settings
 from synkhronos.launcher.configuration.settings import Settings, SettingsError

@@ -9,7 +9,7 @@ import signal
 import time
 
 import pytest
-from faults.harness import Program, check_delay
+from faults.harness import Program, check_delay, check_footprint
 from system import wait_for_state
 
 pytestmark = pytest.mark.faults
@@ -35,29 +35,12 @@ def wait_until_inside(program, place, n):
     return pids
 
 
-def check_footprint(event):
-    """Check that open files, mappings of shared memory and child processes are the same as before."""
-    before, after = event["before"], event["after"]
-    assert len(after.pop("maps")) == len(before.pop("maps")), event
-    assert after == before
-    assert after["children"] == []
-
-
-def check_calls_and_exit(program):
-    """Check that the next calls return the right results, and that the program exits by itself without leaks."""
-    works = program.wait_for_event("works")
-    assert works.get("value") == works["right"], works
-    check_footprint(program.wait_for_event("closed"))
-    assert program.wait_for_exit() == 0, program.read_output()
-    program.check_no_leaks()
-
-
 def check_next_calls(program, survived):
     """Check what the program reports after a fault, and its next calls."""
     event = program.wait_for_event("alive" if survived else "dead")
     if not survived:
         check_footprint(event)
-    check_calls_and_exit(program)
+    program.check_calls_and_exit()
     return event
 
 
@@ -342,7 +325,7 @@ def test_lack_of_shared_memory_raises_memory_error():
             assert outcome.get("error") == "MemoryError", outcome
             assert "ulimit -f" in outcome["message"]
         assert program.wait_for_event("fork").get("value") == 3  # anonymous memory is not limited
-        check_calls_and_exit(program)
+        program.check_calls_and_exit()
 
 
 @pytest.mark.parametrize("spare", [0, 3])
@@ -356,7 +339,7 @@ def test_fork_names_the_limit_of_open_files(spare):
 def test_data_need_few_open_files():
     with Program("exhaust_file_descriptors", where="master", spare=8) as program:
         assert program.wait_for_event("outcome").get("value") is True, program.events
-        check_calls_and_exit(program)
+        program.check_calls_and_exit()
 
 
 def test_worker_at_the_limit_of_open_files_continues():
@@ -364,7 +347,7 @@ def test_worker_at_the_limit_of_open_files_continues():
         assert program.wait_for_event("outcome").get("value") == 15.0, (
             program.events
         )  # the worker keeps a spare descriptor
-        check_calls_and_exit(program)
+        program.check_calls_and_exit()
 
 
 def test_worker_at_the_limit_of_address_space_continues():
@@ -372,7 +355,7 @@ def test_worker_at_the_limit_of_address_space_continues():
         outcome = program.wait_for_event("outcome")
         assert outcome["error"] == "WorkerError" and "can't be mapped" in outcome["message"], outcome
         assert program.wait_for_event("again").get("value") == 15.0, program.events  # the segment is mapped now
-        check_calls_and_exit(program)
+        program.check_calls_and_exit()
 
 
 # -- odd circumstances ---------------------------------------------------------------------------------------
@@ -382,7 +365,7 @@ def test_ranks_outlive_the_thread_that_forked_them():
     with Program("fork_in_thread") as program:
         assert program.wait_for_event("fork")["value"] == 3
         assert program.wait_for_event("outcome").get("value") == 15.0, program.events
-        check_calls_and_exit(program)
+        program.check_calls_and_exit()
 
 
 def test_ranks_forked_in_a_thread_do_not_outlive_the_master():
@@ -397,12 +380,12 @@ def test_failure_in_the_first_command_is_reported():
     with Program("fail_in_first_command") as program:
         outcome = program.wait_for_event("outcome")
         check_error(outcome, program.get_fault_time(), words=["ValueError"], worker=1)
-        check_calls_and_exit(program)
+        program.check_calls_and_exit()
 
 
 def test_ranks_need_no_standard_streams():
     with Program("call_without_standard_files", "sh", "-c", '"$@" <&- >&- 2>&-', "sh") as program:
-        check_calls_and_exit(program)
+        program.check_calls_and_exit()
 
 
 def test_broken_stdout_leaves_ranks_usable():

@@ -22,16 +22,6 @@ PLACES = [
 ]  # fmt: skip
 
 
-def check_next_calls(program):
-    """Check the results of the next calls, and that no process, file or memory is left."""
-    works = program.wait_for_event("works")
-    assert works.get("value") == works["right"], works
-    closed = program.wait_for_event("closed")
-    assert closed["after"] == closed["before"]
-    assert program.wait_for_exit() == 0, program.read_output()
-    program.check_no_leaks()
-
-
 @pytest.mark.parametrize(
     ("where", "fault_ranks", "how", "times"),
     [(*place, times) for times, places in ((1, PLACES), (3, PLACES[::4])) for place in places],
@@ -46,7 +36,7 @@ def test_interrupt_is_raised_and_the_next_call_works(where, fault_ranks, how, ti
         assert outcome.get("error") == "KeyboardInterrupt", outcome
         check_delay(outcome["ended"] - signal_time)
         program.release()  # a busy worker finishes, and then runs the next call
-        check_next_calls(program)
+        program.check_calls_and_exit()
 
 
 def test_interrupt_lists_ranks_with_applied_updates():
@@ -56,7 +46,7 @@ def test_interrupt_lists_ranks_with_applied_updates():
         notes = program.wait_for_event("outcome")["notes"]
         assert any("updates were applied on ranks [1, 2], and not on ranks [0]" in note for note in notes), notes
         program.release()
-        check_next_calls(program)
+        program.check_calls_and_exit()
 
 
 @pytest.mark.parametrize(
@@ -73,7 +63,7 @@ def test_interrupt_lists_busy_ranks_as_unknown(fault_ranks, applied, busy):
         ), notes
         assert any(note.startswith(f"The next call waits for ranks {busy}, which are still busy") for note in notes)
         program.release()
-        check_next_calls(program)
+        program.check_calls_and_exit()
 
 
 def test_interrupted_program_ends_its_workers():
@@ -87,7 +77,7 @@ def test_interrupted_program_ends_its_workers():
 
 @pytest.mark.parametrize("where", ["master", "child", "worker"])
 def test_interrupt_during_fork_leaves_no_worker(where):
-    with Program("interrupt_fork", where=where) as program:
+    with Program("fork_with_fault", how=where, interruptible=True) as program:
         program.wait_for_event("inside")
         signal_time = program.send_signal(None, signal.SIGINT)
         if where != "worker":
@@ -97,7 +87,7 @@ def test_interrupt_during_fork_leaves_no_worker(where):
         check_delay(outcome["ended"] - signal_time)
         outcome = program.wait_for_event("dead")
         assert outcome["after"] == outcome["before"]
-        check_next_calls(program)
+        program.check_calls_and_exit()
 
 
 @pytest.mark.parametrize("where", ["waiting", "busy"])
@@ -114,7 +104,7 @@ def test_interrupt_during_close_ends_workers(where):
         check_delay(outcome["ended"] - signal_time)  # the limit for the exit of workers is longer
         outcome = program.wait_for_event("dead")
         assert outcome["after"] == outcome["before"]
-        check_next_calls(program)
+        program.check_calls_and_exit()
 
 
 #: Actions, and the stride of the tested moments, fixed so that failures can be reproduced.
@@ -179,7 +169,7 @@ def test_workers_ignore_signals_that_the_master_handles(name, how):
         program.send_signal(None, signal.Signals[name])  # to all processes, as a scheduler sends it
         program.release()
         assert program.wait_for_event("handled")["count"] == (how != "ignored")
-        check_next_calls(program)
+        program.check_calls_and_exit()
 
 
 def test_workers_end_by_signals_that_end_the_master():

@@ -1,7 +1,6 @@
 """Runs of the launcher in new processes."""
 
 import atexit
-import contextlib
 import json
 import multiprocessing
 import os
@@ -16,7 +15,6 @@ from types import SimpleNamespace
 
 from library import ENVIRONMENT_WITHOUT_COMPILER
 from paths import ROOT, SUPPORT
-from system import is_alive
 
 from synkhronos.__main__ import main
 from synkhronos.devices import JAX
@@ -157,15 +155,3 @@ def read_json_lines(folder, name):
 
 #: Waits for a line, runs a command, prints its exit status, and waits again, so that hosts outlive the run.
 HOST = "import subprocess, sys; print(flush=True); input(); print(subprocess.call(sys.argv[1:]), flush=True); input()"
-
-
-def list_marked_processes(mark):
-    """Return the namespace and the command line of each process that has a mark in its environment, by process ID."""
-    processes = {}
-    for name in filter(str.isdecimal, os.listdir("/proc")):
-        with contextlib.suppress(OSError):
-            folder = Path("/proc", name)
-            if mark in (folder / "environ").read_bytes() and is_alive(int(name)):
-                line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").replace(b"\n", b" ").decode()
-                processes[int(name)] = os.readlink(folder / "ns" / "pid"), line
-    return processes

@@ -12,6 +12,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 from typing import Any
 
 from paths import ROOT, SUPPORT
@@ -103,6 +104,20 @@ def list_session_members(session: int) -> dict[int, str]:
     """Return the states of a session's live processes by process ID, without zombies."""
     statuses = {int(name): _read_status(int(name)) for name in os.listdir("/proc") if name.isdecimal()}
     return {pid: s[0] for pid, s in statuses.items() if s and int(s[3]) == session and s[0] not in _ENDED}
+
+
+def list_marked_processes(mark: bytes) -> dict[int, tuple[str, str]]:
+    """Return the namespace and the command line of each process that has a mark in its environment, by process ID."""
+    processes = {}
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            folder = Path("/proc", name)
+            if mark in (folder / "environ").read_bytes() and is_alive(int(name)):
+                line = (
+                    (folder / "cmdline").read_bytes().replace(b"\0", b" ").replace(b"\n", b" ").decode(errors="replace")
+                )
+                processes[int(name)] = os.readlink(folder / "ns" / "pid"), line
+    return processes
 
 
 def _read_status(pid: int) -> list[str]:

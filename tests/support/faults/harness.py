@@ -170,6 +170,14 @@ class Program:
 
     # -- the end ---------------------------------------------------------------------------------------------
 
+    def check_calls_and_exit(self) -> None:
+        """Check that the next calls return the right results, and that the program exits by itself without leaks."""
+        works = self.wait_for_event("works")
+        assert works.get("value") == works["right"], works
+        check_footprint(self.wait_for_event("closed"))
+        assert self.wait_for_exit() == 0, self.read_output()
+        self.check_no_leaks()
+
     def wait_for_exit(self) -> int:
         """Wait until the master exits; return its exit code."""
         try:
@@ -188,6 +196,14 @@ class Program:
         while list_session_members(self.pid):  # the pipe is closed shortly before the process ends
             assert time.monotonic() < deadline, f"{list_session_members(self.pid)} are left"
             time.sleep(0.005)
+
+
+def check_footprint(event: dict[str, Any]) -> None:
+    """Check that open files, mappings of shared memory and child processes are the same as before."""
+    before, after = event["before"], event["after"]
+    assert len(after.pop("maps")) == len(before.pop("maps")), event
+    assert after == before
+    assert after["children"] == []
 
 
 class Template:

@@ -21,6 +21,7 @@ from faults.probes import (
     block,
     fork_and_close_once,
     gather_pids,
+    interrupt_the_library,
     make_expected,
     measure_footprint,
     plan_action,
@@ -28,7 +29,7 @@ from faults.probes import (
     report_works_and_close,
 )
 from synkhronos import ranks
-from synkhronos.ranks import worker_main, worker_processes
+from synkhronos.ranks import worker_processes
 from synkhronos.ranks.command_runner import CommandRunner
 
 N = 3
@@ -46,7 +47,7 @@ def interrupt_blocked_ranks(where: str, fault_ranks: Any, how: str = "python", u
     point = {"call": "perform", "collective": "chunk", "distribute": "unpickle", "pickle": "pickle", "build": "build"}
     plan_action(point[where], f"hold:{how}", fault_ranks)
     if not unhandled:
-        signal.signal(signal.SIGINT, _interrupt_the_library)
+        signal.signal(signal.SIGINT, interrupt_the_library)
     calls = {"collective": lambda: synk.all_reduce(work.big, "sum"), "distribute": synk.distribute}
     call = calls.get(where, synk.distribute if where == "pickle" else work.call)
     if unhandled:
@@ -56,52 +57,9 @@ def interrupt_blocked_ranks(where: str, fault_ranks: Any, how: str = "python", u
     report_works_and_close(before, work, N)
 
 
-def _interrupt_the_library(number: int, frame: Any) -> None:
-    """Raise KeyboardInterrupt, but never in the code of this program."""
-    while frame is not None:
-        if os.path.dirname(synk.__file__) in frame.f_code.co_filename:
-            raise KeyboardInterrupt
-        frame = frame.f_back
-
-
-def interrupt_fork(where: str) -> None:
-    """Block in the master between the forks of two workers, or in a worker that starts."""
-    signal.signal(signal.SIGINT, _interrupt_the_library)
-    before = fork_and_close_once()
-    real_fork, real_leave = os.fork, worker_main._detach_from_master
-    forked: list[int] = []
-
-    def fork() -> int:
-        pid = real_fork()
-        if pid:
-            forked.append(pid)
-            if len(forked) == 2 and where == "master":
-                report_event("inside")
-                block("python")
-        elif len(forked) == 1 and where == "child":  # it still has the master's handlers
-            report_event("inside")
-            block("python")
-        return pid
-
-    def leave(*arguments: Any) -> None:
-        real_leave(*arguments)
-        if len(forked) == 1 and where == "worker":
-            report_event("inside")
-            block("python")
-
-    os.fork, worker_main._detach_from_master = fork, leave
-    outcome = attempt(lambda: synk.fork(4, use_gpu=False))
-    os.fork, worker_main._detach_from_master = real_fork, real_leave
-    report_event("outcome", **outcome)
-    report_event("dead", before=before, after=measure_footprint())
-    synk.fork(N, use_gpu=False)
-    work = Workload()
-    report_works_and_close(before, work, N)
-
-
 def interrupt_close(where: str) -> None:
     """Block in the master while it waits for workers to end, or close with a busy worker."""
-    signal.signal(signal.SIGINT, _interrupt_the_library)
+    signal.signal(signal.SIGINT, interrupt_the_library)
     grace_seconds, ranks.process_group.GRACE_SECONDS = ranks.process_group.GRACE_SECONDS, 10 * LIMIT
     before = fork_and_close_once()
     exit_code = worker_processes._collect_exit_code

@@ -32,6 +32,7 @@ from faults.probes import (
     block,
     fork_and_close_once,
     gather_pids,
+    interrupt_the_library,
     make_expected,
     measure_footprint,
     plan_action,
@@ -154,8 +155,10 @@ def _is_session_closed() -> bool:
     return False
 
 
-def fork_with_fault(how: str, fault_rank: int = 2, spawn: bool = False) -> None:
-    """Fork, with a fault in the master or in a worker."""
+def fork_with_fault(how: str, spawn: bool = False, interruptible: bool = False) -> None:
+    """Fork, with a fault in the master, in worker 2, or in a child that is no worker yet."""
+    if interruptible:
+        signal.signal(signal.SIGINT, interrupt_the_library)
     if how == "limit":
         _become_nobody()
     before = fork_and_close_once()
@@ -182,8 +185,8 @@ def fork_with_fault(how: str, fault_rank: int = 2, spawn: bool = False) -> None:
     def leave(*arguments: Any) -> None:
         number = len(forked) + 1
         real_leave(*arguments)
-        if number == fault_rank and how == "worker":
-            report_event("inside", pids={fault_rank: os.getpid()})
+        if number == 2 and how == "worker":
+            report_event("inside", pids={2: os.getpid()})
             block("python")
 
     def spawn_worker(*arguments: Any) -> int:

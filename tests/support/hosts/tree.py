@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from system import LIMIT, is_alive
+from system import LIMIT, list_marked_processes
 
 from hosts import HERE, are_simulated, make_command, simulated
 
@@ -188,17 +188,7 @@ class SimulatedHosts:
 
     def list_processes(self) -> dict[int, tuple[str, str]]:
         """Return the namespace and the command line of the program's processes on all hosts, by process ID."""
-        processes, mark = {}, str(self.folder).encode()
-        for name in os.listdir("/proc"):
-            if not name.isdecimal():
-                continue
-            try:
-                if mark in Path(f"/proc/{name}/environ").read_bytes() and is_alive(int(name)):
-                    line = Path(f"/proc/{name}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                    processes[int(name)] = os.readlink(f"/proc/{name}/ns/pid"), line
-            except OSError:
-                continue
-        return processes
+        return list_marked_processes(str(self.folder).encode())
 
     def check_no_leaks(self, allowed_prefix: str = "-") -> None:
         """Check that only the master runs, and MPI has left no names in /dev/shm.
