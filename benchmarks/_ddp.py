@@ -16,11 +16,9 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import nullcontext
-from statistics import median
-from time import perf_counter
 from typing import Any
 
-from benchmarks._training import join_group, run_processes
+from benchmarks._training import join_group, run_processes, time_steps
 
 
 def make_network(settings: dict[str, Any]) -> Any:
@@ -115,30 +113,10 @@ class TorchTrainer:
         self._optimizer.step()
         return loss.detach()
 
-    def wait(self) -> None:
-        """Wait for the GPU, and for the other processes."""
-        if self._gpu:
-            self._torch.cuda.synchronize()
-        self._torch.distributed.barrier()
-
     def measure(self, placement: str) -> tuple[float, float, float]:
         """Return the first step's seconds, the median seconds of a step, and the last loss."""
-        self.wait()
-        start = perf_counter()
-        self.start_step(placement)
-        self.wait()
-        first = perf_counter() - start
-        for _ in range(self._settings["warm"]):
-            self.start_step(placement)
-        times = []
-        for _ in range(self._settings["rounds"]):
-            self.wait()
-            start = perf_counter()
-            losses = [self.start_step(placement) for _ in range(self._settings["steps"])]
-            if self._gpu:
-                self._torch.cuda.synchronize()
-            times.append((perf_counter() - start) / len(losses))
-        return first, median(times), float(losses[-1])
+        settings = self._settings
+        return time_steps(lambda: self.start_step(placement), settings["warm"], settings["rounds"], settings["steps"])
 
 
 def run_rank(rank: int, rendezvous: str, settings: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import json
 import logging
 import multiprocessing
 import os
@@ -16,9 +17,11 @@ import platform
 import shlex
 import signal
 import subprocess
+import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from types import ModuleType
@@ -115,6 +118,12 @@ def format_spread(times: Sequence[float]) -> str:
     return f"{format_duration(median(times))} ({min(times) * 1e6:.0f}-{max(times) * 1e6:.0f})"
 
 
+def format_quartiles(times: Sequence[float]) -> tuple[str, str]:
+    """Return the median of durations, and the lower and the upper quartile, as text."""
+    lower, middle, upper = map(format_duration, compute_quartiles(times))
+    return middle, f"{lower} - {upper}"
+
+
 def format_bytes(nbytes: float) -> str:
     """Return a number of bytes as text with a readable unit."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
@@ -197,7 +206,7 @@ def read_command_lines(command: Sequence[str], limit: float, **environment: str)
 
     Raises
     ------
-    Failed
+    SideError
         If the process exits with an error, or exceeds the limit.
     """
     process = subprocess.Popen(
@@ -225,6 +234,83 @@ def read_command_lines(command: Sequence[str], limit: float, **environment: str)
         raise SideError(f"{label} was not done after {limit:.0f} s")
     if process.returncode != 0:
         raise SideError(f"{label} ended with {process.returncode}; its messages are above")
+
+
+def run_side(
+    arguments: Sequence[str],
+    settings: Mapping[str, Any],
+    limit: float,
+    python: str = sys.executable,
+    **environment: str,
+) -> Any:
+    """Run one side, a module of this package that prints its results as JSON, in its own process; return the results.
+
+    Parameters
+    ----------
+    arguments : list of str
+        Name of the module, and its arguments before the settings.
+    settings : dict
+        Settings of the side, passed as JSON.
+    limit, **environment
+        As for `read_command_lines`.
+    python : str
+        Path of its Python.
+    """
+    root = str(Path(__file__).resolve().parents[1])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    module, *options = arguments
+    command = [python, "-m", f"benchmarks.{module}", *options, json.dumps(settings)]
+    return json.loads(run_command(command, limit, PYTHONPATH=path, **environment).splitlines()[-1])
+
+
+class ReferenceProcesses:
+    """Processes of another library, which measure on request.
+
+    Parameters
+    ----------
+    command : list of str
+        Command line that starts them.  The first prints ``ready`` and a version, and then a line of seconds for each
+        line that it reads, until an empty one.
+    """
+
+    def __init__(self, command: Sequence[str]):
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(list(command), stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        self.is_started, self.version = line.startswith("ready"), line.removeprefix("ready").strip()
+
+    def measure(self, *order: object) -> list[float]:
+        """Return the seconds that the processes print for an order."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(*order, file=self._process.stdin, flush=True)
+        return list(map(float, self._process.stdout.readline().split()))
+
+    def close(self) -> None:
+        """End the processes."""
+        # Forked ranks keep their input open, and Open MPI's mpirun does not forward its end.
+        self._process.communicate("\n")
+
+
+def list_children() -> set[int]:
+    """Return the process ids of this process's children."""
+    pids = set()
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # the process has exited meanwhile
+            if int(_read_status(int(name))[1]) == os.getpid():
+                pids.add(int(name))
+    return pids
+
+
+def read_cpu_seconds(pids: Iterable[int]) -> float:
+    """Return the processor time that processes have used."""
+    ticks = sum(int(ticks) for pid in pids for ticks in _read_status(pid)[11:13])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _read_status(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat after the name."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 @contextlib.contextmanager

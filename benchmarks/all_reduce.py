@@ -14,7 +14,6 @@ those of an idle machine: two ranks need two cores at the same time.
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +24,7 @@ import numpy as np
 import synkhronos as synk
 from benchmarks import make_parser
 from benchmarks._measure import (
+    ReferenceProcesses,
     Table,
     fork_ranks,
     format_bytes,
@@ -37,42 +37,6 @@ from benchmarks._measure import (
 
 #: Bytes of the arrays; the limits apply to the last.
 SIZES = (4_000, 4_000_000, 100_000_000)
-
-
-class LibraryProcesses:
-    """Processes of another library, which measure on request.
-
-    Parameters
-    ----------
-    command : list of str
-        Command line that starts them.
-    """
-
-    def __init__(self, command: list[str]):
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert self._process.stdout is not None
-        self.version = self._process.stdout.readline().removeprefix("ready ").strip()
-        self.is_started = bool(self.version)
-
-    def all_reduce(self, count: int) -> float:
-        """Return the seconds of one all-reduce of `count` float32 values."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        print(count, file=self._process.stdin, flush=True)
-        return float(self._process.stdout.readline())
-
-    def send_round_trip(self, count: int) -> float:
-        """Return the seconds of MPI's round trip of `count` float32 values between the first process and the last."""
-        return self.all_reduce(-count)
-
-    def close(self) -> None:
-        """End the processes."""
-        self._process.communicate("0\n")  # Open MPI's mpirun does not forward the end of its input
 
 
 class SynkhronosReduction:
@@ -120,13 +84,13 @@ def count_rounds(nbytes: int, rounds: int) -> int:
 LIBRARIES = ("gloo", "MPI")
 
 
-def start_libraries(options: argparse.Namespace, n_ranks: int) -> dict[str, LibraryProcesses]:
+def start_libraries(options: argparse.Namespace, n_ranks: int) -> dict[str, ReferenceProcesses]:
     """Start the processes of the other libraries that are installed."""
     folder = Path(__file__).parent
     commands = {"gloo": [options.torch_python, str(folder / "_gloo.py"), str(n_ranks)]}
     if options.mpiexec:
         commands["MPI"] = [*options.mpiexec.split(), "-n", str(n_ranks), options.mpi_python, str(folder / "_mpi.py")]
-    started = {name: LibraryProcesses(command) for name, command in commands.items()}
+    started = {name: ReferenceProcesses(command) for name, command in commands.items()}
     for name in LIBRARIES:
         is_started = name in started and started[name].is_started
         print(f"{name}: {started[name].version}" if is_started else f"{name}: left out")
@@ -184,7 +148,7 @@ def measure_reductions(options: argparse.Namespace, n_ranks: int) -> None:
             warm, cold = make_numpy_sides(n_values)
             sides: dict[str, Callable[[], float]] = {"ours": reduction.all_reduce, "warm": warm, "cold": cold}
             for name, library in libraries.items():
-                sides[name] = lambda n_values=n_values, library=library: library.all_reduce(n_values)  # type: ignore[misc]
+                sides[name] = lambda n_values=n_values, library=library: library.measure(n_values)[0]  # type: ignore[misc]
             times: dict[str, list[float]] = {name: [] for name in sides}
             for turn in range(count_rounds(nbytes, options.rounds)):
                 if turn % 8 == 0:

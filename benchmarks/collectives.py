@@ -16,7 +16,6 @@ the first rank to the last (half of a round trip), and ``group``, the all_reduce
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable
 from statistics import median
@@ -27,10 +26,11 @@ import numpy as np
 import synkhronos as synk
 from benchmarks import make_parser
 from benchmarks._measure import (
+    ReferenceProcesses,
     Table,
-    compute_quartiles,
     format_bytes,
     format_duration,
+    format_quartiles,
     import_graph_library,
     print_heading,
     require_gpus,
@@ -181,29 +181,6 @@ def make_numpy_sides(n_values: int, n_ranks: int) -> dict[str, Callable[[], Any]
     }
 
 
-class NcclProcesses:
-    """NCCL's processes."""
-
-    def __init__(self, n_ranks: int):
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks._nccl", str(n_ranks)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._process.stdout is not None and self._process.stdout.readline().strip() == "ready"
-
-    def measure(self, name: str, n_values: int) -> float:
-        """Return the seconds of one call, with waiting."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        print(NCCL_NAMES[name], n_values, file=self._process.stdin, flush=True)
-        return float(self._process.stdout.readline().split()[1])
-
-    def close(self) -> None:
-        """End the processes."""
-        self._process.communicate("\n")  # an empty line ends it: forked ranks keep its input open
-
-
 def main() -> None:
     """Run the benchmark."""
     parser = make_parser("collectives", __doc__)
@@ -217,7 +194,8 @@ def main() -> None:
     n_ranks = require_gpus(options.ranks) if on_gpu else options.ranks or 2
     reference = "NCCL" if on_gpu else "NumPy"
     print_heading(f"All collectives of float32 on {n_ranks} {'GPUs' if on_gpu else 'ranks'}, beside {reference}")
-    nccl = NcclProcesses(n_ranks) if on_gpu else None
+    nccl = ReferenceProcesses([sys.executable, "-m", "benchmarks._nccl", str(n_ranks)]) if on_gpu else None
+    assert nccl is None or nccl.is_started
     synk.fork(n_ranks, use_gpu=on_gpu)
     ranks = RankCollectives(n_ranks)
     table = Table({"": 14, "a rank": 8, "ours": 9, "quartiles": 19, reference: 9, f"ours/{reference}": 10})
@@ -234,20 +212,14 @@ def main() -> None:
                     ranks.time_calls(name, calls[name], n_calls) if name in calls else ranks.time_program(name, n_calls)
                 )
                 if nccl is not None and name in NCCL_NAMES:
-                    reference_times.append(nccl.measure(name, n_values))
+                    reference_times.append(nccl.measure(NCCL_NAMES[name], n_values)[1])  # with waiting
                 elif name in sides:
                     sides[name]()
                     reference_times += [time_call(sides[name]) for _ in range(n_calls)]
-            lower, middle, upper = compute_quartiles(rank_times)
             table.print_row(
+                *(name, format_bytes(nbytes), *format_quartiles(rank_times)),
                 *(
-                    name,
-                    format_bytes(nbytes),
-                    format_duration(middle),
-                    f"{format_duration(lower)} - {format_duration(upper)}",
-                ),
-                *(
-                    (format_duration(median(reference_times)), f"{middle / median(reference_times):.2f}")
+                    (format_duration(median(reference_times)), f"{median(rank_times) / median(reference_times):.2f}")
                     if reference_times
                     else ("-", "-")
                 ),

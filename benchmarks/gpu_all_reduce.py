@@ -9,7 +9,6 @@ NCCL's own tests: 2 (n - 1) / n times the bytes, divided by the time.
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from statistics import median
 from time import perf_counter
@@ -19,6 +18,7 @@ import numpy as np
 import synkhronos as synk
 from benchmarks import make_parser
 from benchmarks._measure import (
+    ReferenceProcesses,
     Table,
     format_bytes,
     format_duration,
@@ -35,27 +35,6 @@ from synkhronos.graph_libraries import get_library
 SIZES = [4_000, 64_000, 4_200_000, 102_000_000]
 
 
-class ReferenceProcesses:
-    """Processes that run NCCL alone or `torch.distributed`, for comparison."""
-
-    def __init__(self, n_ranks: int, *arguments: str):
-        command = [sys.executable, "-m", "benchmarks._nccl", str(n_ranks), *arguments]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._stdin, self._stdout = self._process.stdin, self._process.stdout
-        assert self._stdout.readline().strip() == "ready"
-
-    def measure(self, n_items: int) -> tuple[float, float]:
-        """Return the seconds of an all_reduce of float32, when many are queued and when each is waited for."""
-        print("all_reduce", n_items, file=self._stdin, flush=True)
-        queued, waited = map(float, self._stdout.readline().split())
-        return queued, waited
-
-    def close(self) -> None:
-        """End the processes."""
-        self._process.communicate("\n")  # an empty line ends them: forked ranks keep their input open
-
-
 def main() -> None:
     """Run the benchmark."""
     parser = make_parser("gpu_all_reduce", __doc__)
@@ -66,9 +45,11 @@ def main() -> None:
     options = parser.parse_args()
     count = require_gpus(options.ranks)
     print_heading(f"all_reduce on {count} GPUs: the sum of float32")
-    references = {"NCCL": ReferenceProcesses(count)} | (
-        {"torch": ReferenceProcesses(count, "torch")} if options.torch else {}
-    )
+    command = [sys.executable, "-m", "benchmarks._nccl", str(count)]
+    references = {"NCCL": ReferenceProcesses(command)}
+    if options.torch:
+        references["torch"] = ReferenceProcesses([*command, "torch"])
+    assert all(reference.is_started for reference in references.values())
     synk.fork(count, use_gpu=True)
     library, _ = import_graph_library()
     shared = library.shared(np.zeros(1, np.float32), "s")
@@ -97,7 +78,7 @@ def main() -> None:
         synk.broadcast(shared, np.zeros(items, np.float32))
         calls: list[float] = []
         rounds: list[tuple[float, float]] = []
-        reference_rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in references}
+        reference_rounds: dict[str, list[list[float]]] = {name: [] for name in references}
         for _ in range(3):
             for _ in range(10):
                 all_reduce_once()
@@ -107,7 +88,7 @@ def main() -> None:
             queued_time = (perf_counter() - start) / (options.calls // 3)
             rounds.append((queued_time, median(time_call(all_reduce_once) for _ in range(options.calls // 3))))
             for name, reference in references.items():
-                reference_rounds[name].append(reference.measure(items))
+                reference_rounds[name].append(reference.measure("all_reduce", items))
         queued, waited = zip(*rounds, strict=True)
         peer_times = {
             name: [median(times) for times in zip(*values, strict=True)] for name, values in reference_rounds.items()

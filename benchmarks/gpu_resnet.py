@@ -15,11 +15,8 @@ compiled; for other numbers of GPUs it is read from a compilation cache of this 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 import tempfile
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -31,7 +28,7 @@ from benchmarks._measure import (
     print_criterion,
     print_heading,
     require_gpus,
-    run_command,
+    run_side,
 )
 
 #: Blocks of each stage by depth of the network, as in demos/resnet.
@@ -42,33 +39,6 @@ PRECISIONS = {"tf32": ("tensorfloat32", 1.1), "bfloat16": ("bfloat16", 1.2)}
 BESIDE_COMPILED = 1.15
 #: XLA's flag for a number of devices on the CPU.
 _HOST_DEVICES = "--xla_force_host_platform_device_count"
-
-
-def run_side(module: str, python: str, settings: dict[str, Any], environment: dict[str, str], limit: float) -> Any:
-    """Run one side in its own process, and return its results.
-
-    Parameters
-    ----------
-    module : str
-        Module of the side in this package.
-    python : str
-        Path of its Python.
-    settings : dict
-        Settings of the side.
-    environment : dict
-        Environment variables in addition to those of this process.
-    limit : float
-        Seconds after which the process and its children are killed.
-
-    Returns
-    -------
-    dict
-        ``title``, and ``results``: for each placement the first step's seconds, the seconds of a step, and the loss.
-    """
-    root = str(Path(__file__).resolve().parents[1])
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    command = [python, "-m", f"benchmarks.{module}", json.dumps(settings)]
-    return json.loads(run_command(command, limit, PYTHONPATH=path, **environment).splitlines()[-1])
 
 
 def parse_options() -> argparse.Namespace:
@@ -214,18 +184,16 @@ def main() -> None:
             for n in counts:
                 settings = make_settings(options, precision, n)
                 try:
-                    result = run_side("_resnet", sys.executable, settings, environment, options.limit)
+                    result = run_side(["_resnet"], settings, options.limit, **environment)
                     settings = {**settings, "where": [placement for placement in options.where if placement != "files"]}
-                    ddp = run_side("_ddp", options.torch_python, settings, {}, options.limit)
+                    ddp = run_side(["_ddp"], settings, options.limit, options.torch_python)
                     others = {}
                     if options.compiled:
                         compiled = {**settings, "compiled": True}
-                        others["compiled"] = run_side("_ddp", options.torch_python, compiled, {}, options.limit)
+                        others["compiled"] = run_side(["_ddp"], compiled, options.limit, options.torch_python)
                     if options.flax:
                         devices = {} if options.device == "gpu" else {"XLA_FLAGS": f"{_HOST_DEVICES}={n}"}
-                        others["flax"] = run_side(
-                            "_mesh", sys.executable, settings, environment | devices, options.limit
-                        )
+                        others["flax"] = run_side(["_mesh"], settings, options.limit, **environment, **devices)
                 except SideError as failure:
                     print(f"{precision}, n = {n}: {failure}", flush=True)
                     continue

@@ -28,8 +28,8 @@ import numpy as np
 
 import synkhronos as synk
 from benchmarks import make_parser
-from benchmarks._measure import SideError, Table, format_duration, print_criterion, print_heading
-from benchmarks.gpu_resnet import BLOCKS, run_side
+from benchmarks._measure import SideError, Table, format_duration, print_criterion, print_heading, run_side
+from benchmarks.gpu_resnet import BLOCKS
 from synkhronos import exchange_rules
 from synkhronos.training import make_trainer, updates
 
@@ -153,7 +153,7 @@ def compare_torch(options: argparse.Namespace) -> None:
     }
     for name, period in (("DDP", 0), ("post-local SGD", options.period)):
         try:
-            results = run_side("_ddp", options.torch_python, {**settings, "period": period}, {}, 240)
+            results = run_side(["_ddp"], {**settings, "period": period}, 240, options.torch_python)
             table.print_row(name, f"{options.ranks * options.batch / results['results']['host'][1]:,.0f}")
         except SideError as failure:
             print(f"{name}: {failure}")

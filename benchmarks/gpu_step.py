@@ -11,11 +11,7 @@ largest round in microseconds.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -33,7 +29,7 @@ from benchmarks._measure import (
     print_criterion,
     print_heading,
     require_gpus,
-    run_command,
+    run_side,
 )
 from synkhronos.training import make_train_function, updates
 
@@ -126,11 +122,8 @@ def time_steps(
 
 def measure_mesh(n: int, options: argparse.Namespace) -> dict[tuple[str, int], list[float]]:
     """Return JAX's seconds of a step on ``n`` GPUs in each round, by placement of the rows and batch size."""
-    root = str(Path(__file__).resolve().parents[1])
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     settings = {"n": n, "batches": options.batches, "calls": options.calls}
-    command = [sys.executable, "-m", "benchmarks._mesh", json.dumps(settings)]
-    report = json.loads(run_command(command, options.limit, PYTHONPATH=path).splitlines()[-1])
+    report = run_side(["_mesh"], settings, options.limit)
     print(f"jit on {n} GPUs: {report['title']}", flush=True)
     return {
         (placement, int(size)): seconds

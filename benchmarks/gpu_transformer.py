@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -262,7 +261,7 @@ def main() -> None:
         format_duration,
         print_heading,
         require_gpus,
-        run_command,
+        run_side,
     )
 
     counts = options.ranks or [n for n in (1, 2, 4) if n <= (2 if options.cpu else require_gpus(None))]
@@ -276,16 +275,14 @@ def main() -> None:
             for side in options.sides:
                 settings = {name: getattr(options, name) for name in shape}
                 settings |= {"side": side, "n": n, "precision": precision, "device": "cpu" if options.cpu else "gpu"}
-                environment = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
-                environment["JAX_DEFAULT_MATMUL_PRECISION"] = {"tf32": "tensorfloat32"}.get(precision, precision)
+                environment = {"JAX_DEFAULT_MATMUL_PRECISION": {"tf32": "tensorfloat32"}.get(precision, precision)}
                 if options.cpu:
                     environment["JAX_PLATFORMS"] = "cpu"
                     environment["XLA_FLAGS"] = (
                         f"--xla_force_host_platform_device_count={n}" if side.startswith("flax") else ""
                     )
-                command = [sys.executable, "-m", "benchmarks.gpu_transformer", "--run", json.dumps(settings)]
                 try:
-                    report = json.loads(run_command(command, options.limit, **environment).splitlines()[-1])
+                    report = run_side(["gpu_transformer", "--run"], settings, options.limit, **environment)
                 except SideError as failure:
                     print(f"{side}, n = {n}: {failure}", flush=True)
                     continue

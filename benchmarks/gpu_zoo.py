@@ -19,8 +19,8 @@ from time import perf_counter
 from typing import Any
 
 from benchmarks import make_parser
-from benchmarks._measure import SideError, Table, print_criterion, print_heading, require_gpus
-from benchmarks.gpu_resnet import BLOCKS, PRECISIONS, run_side
+from benchmarks._measure import SideError, Table, print_criterion, print_heading, require_gpus, run_side
+from benchmarks.gpu_resnet import BLOCKS, PRECISIONS
 
 #: Number of images of Theano-MPI's table.
 IMAGES = 5120
@@ -146,8 +146,8 @@ def main() -> None:
             for n in counts:
                 settings = make_settings(options, row, n)
                 try:
-                    result = run_side("_resnet", sys.executable, settings, environment, options.limit)
-                    ddp = run_side("_ddp", options.torch_python, make_torch_settings(settings), {}, options.limit)
+                    result = run_side(["_resnet"], settings, options.limit, **environment)
+                    ddp = run_side(["_ddp"], make_torch_settings(settings), options.limit, options.torch_python)
                 except SideError as failure:
                     print(f"{row}, n = {n}: {failure}", flush=True)
                     continue

@@ -33,10 +33,10 @@ from benchmarks._measure import (
     format_bytes,
     format_duration,
     import_graph_library,
+    list_children,
     print_heading,
     time_call,
 )
-from benchmarks.latency import find_children
 from synkhronos.training import make_train_function, updates
 
 ROWS, WIDTH = 65_536, 64
@@ -112,11 +112,11 @@ def time_calls(call: Callable[[], Any], n_calls: int, pause: float) -> list[floa
 
 def measure(n_ranks: int, rounds: int, table: Table) -> None:
     """Measure one number of ranks, and print it: medians, and lower and upper quartiles in the second line."""
-    before = find_children()
+    before = list_children()
     order = np.random.default_rng(0).permutation(ROWS)
     fork = time_call(lambda: synk.fork(n_ranks, use_gpu=False))
     try:
-        private_bytes = [read_private_bytes(pid) for pid in find_children() - before]
+        private_bytes = [read_private_bytes(pid) for pid in list_children() - before]
         calls = make_calls(n_ranks, order)
         times: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(N_TURNS):

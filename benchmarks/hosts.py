@@ -34,17 +34,18 @@ import numpy as np
 import synkhronos as synk
 from benchmarks import exchange, make_parser
 from benchmarks._measure import (
+    ReferenceProcesses,
     Table,
-    compute_quartiles,
     format_bytes,
     format_duration,
+    format_quartiles,
     import_graph_library,
     print_criterion,
     print_heading,
+    read_cpu_seconds,
     time_call,
 )
-from benchmarks.all_reduce import LibraryProcesses, SynkhronosReduction, count_rounds
-from benchmarks.latency import read_cpu_seconds
+from benchmarks.all_reduce import SynkhronosReduction, count_rounds
 from synkhronos import exchange_rules
 
 HERE = Path(__file__).parent
@@ -79,8 +80,7 @@ def measure_empty_function(hosts: list[str], turns: int, calls: int) -> None:
                 times[name] += [time_call(call) for _ in range(calls)]
     table = Table({"empty function": 16, "median": 9, "quartiles": 19})
     for name, values in times.items():
-        lower, middle, upper = compute_quartiles(values)
-        table.print_row(name, format_duration(middle), f"{format_duration(lower)} - {format_duration(upper)}")
+        table.print_row(name, *format_quartiles(values))
     one_host, several_hosts = (median(values) for values in times.values())
     print_criterion("an empty function, more than on one host", 1e3 * (several_hosts - one_host), " ms more", at_most=1)
 
@@ -101,12 +101,12 @@ def count_ranks(hosts: list[str]) -> int:
 
 def measure_reduction(hosts: list[str], sizes: list[int], rounds: int, torch_python: str) -> None:
     """Time all_reduce of Synkhronos and of other libraries."""
-    libraries = {"MPI": LibraryProcesses(make_mpirun_command(hosts, sys.executable, "_mpi.py"))}
+    libraries = {"MPI": ReferenceProcesses(make_mpirun_command(hosts, sys.executable, "_mpi.py"))}
     has_torch = not subprocess.run([torch_python, "-c", "import torch"], capture_output=True, check=False).returncode
     if has_torch:
         # Each host has a TMPDIR of its own, but all have this folder.
         rendezvous = str(Path(tempfile.mkdtemp(dir=HERE)) / "rendezvous")
-        libraries["gloo"] = LibraryProcesses(
+        libraries["gloo"] = ReferenceProcesses(
             make_mpirun_command(hosts, torch_python, "_gloo.py", str(count_ranks(hosts)), rendezvous)
         )
     for name in ("MPI", "gloo"):
@@ -120,7 +120,7 @@ def measure_reduction(hosts: list[str], sizes: list[int], rounds: int, torch_pyt
             reduction.set_arrays(n_values)
             sides: dict[str, Callable[[], float]] = {"ours": reduction.all_reduce}
             for name, library in libraries.items():
-                sides[name] = lambda n_values=n_values, library=library: library.all_reduce(n_values)  # type: ignore[misc]
+                sides[name] = lambda n_values=n_values, library=library: library.measure(n_values)[0]  # type: ignore[misc]
             times: dict[str, list[float]] = {name: [] for name in sides}
             for turn in range(count_rounds(nbytes, rounds)):
                 if turn % 8 == 0:
@@ -147,7 +147,7 @@ def measure_reduction(hosts: list[str], sizes: list[int], rounds: int, torch_pyt
 def measure_exchanges(hosts: list[str], rounds: int) -> None:
     """Time an elastic exchange of a rank on the centre's host and of one on another, and MPI's messages."""
     library, _ = import_graph_library()
-    mpi = LibraryProcesses(make_mpirun_command(hosts, sys.executable, "_mpi.py"))
+    mpi = ReferenceProcesses(make_mpirun_command(hosts, sys.executable, "_mpi.py"))
     print(f"MPI: {mpi.version}")
     with fork_ranks_on(hosts) as count:
         rule, params = exchange_rules.EASGD(), [library.shared(np.ones(exchange.SIZE, np.float32), "w")]
@@ -160,7 +160,7 @@ def measure_exchanges(hosts: list[str], rounds: int) -> None:
         sides: dict[str, Callable[[], float]] = {
             "here": lambda: exchange_on(0),
             "from there": lambda: exchange_on(count - 1),
-            "MPI": lambda: mpi.send_round_trip(exchange.SIZE),
+            "MPI": lambda: mpi.measure(-exchange.SIZE)[0],  # a round trip,
         }
         times: dict[str, list[float]] = {name: [] for name in sides}
         for _ in range(rounds):

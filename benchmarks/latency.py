@@ -10,8 +10,8 @@ After that, nothing is called for some seconds, to measure the processor use of 
 from __future__ import annotations
 
 import multiprocessing
-import os
 from collections.abc import Callable
+from statistics import median
 from time import sleep
 from typing import Any
 
@@ -19,12 +19,13 @@ import synkhronos as synk
 from benchmarks import make_parser
 from benchmarks._measure import (
     Table,
-    compute_quartiles,
     fork_processes,
     fork_ranks,
-    format_duration,
+    format_quartiles,
+    list_children,
     print_criterion,
     print_heading,
+    read_cpu_seconds,
     time_interleaved,
 )
 
@@ -65,59 +66,29 @@ def make_barrier_call(before: Any, after: Any) -> Callable[[], None]:
     return call
 
 
-def find_children() -> set[int]:
-    """Return the process ids of this process's children."""
-    pids = set()
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            try:
-                with open(f"/proc/{name}/stat") as file:
-                    fields = file.read().rpartition(")")[2].split()
-            except OSError:  # the process has exited meanwhile
-                continue
-            if int(fields[1]) == os.getpid():
-                pids.add(int(name))
-    return pids
-
-
-def read_cpu_seconds(pids: set[int]) -> float:
-    """Return the processor time that processes have used."""
-    ticks = 0
-    for pid in pids:
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
 def measure(size: int, rounds: int, calls: int, idle: float) -> None:
     """Measure one number of ranks, and print it."""
     pairs = [(multiprocessing.Semaphore(0), multiprocessing.Semaphore(0)) for _ in range(size - 1)]
     context = multiprocessing.get_context("fork")
     barriers = context.Barrier(size), context.Barrier(size)
     with fork_processes(answer_starts, pairs), fork_processes(pass_barriers, [barriers] * (size - 1)):
-        reference_pids = find_children()
+        reference_pids = list_children()
         with fork_ranks(size):
-            workers = find_children() - reference_pids
+            workers = list_children() - reference_pids
             sides: dict[str, Callable[[], Any]] = {
                 "semaphore pair": make_semaphore_call(pairs),
                 "two Barriers": make_barrier_call(*barriers),
                 "empty function": synk.function([], []),
             }
             times = time_interleaved(sides, rounds, calls, n_warmup=10)
-            summaries = {name: compute_quartiles(values) for name, values in times.items()}
-            reference = summaries["semaphore pair"][1]
+            medians = {name: median(values) for name, values in times.items()}
+            reference = medians["semaphore pair"]
 
             print(f"{size} ranks")
             table = Table({"": 16, "median": 9, "quartiles": 19, "ratio": 6})
-            for name, (lower, middle, upper) in summaries.items():
-                table.print_row(
-                    name,
-                    format_duration(middle),
-                    f"{format_duration(lower)} - {format_duration(upper)}",
-                    f"{middle / reference:.2f}",
-                )
-            empty_function, barrier = summaries["empty function"][1], summaries["two Barriers"][1]
+            for name, values in times.items():
+                table.print_row(name, *format_quartiles(values), f"{medians[name] / reference:.2f}")
+            empty_function, barrier = medians["empty function"], medians["two Barriers"]
             print_criterion(f"empty function / semaphore pair, {size} ranks", empty_function / reference, at_most=5)
             print_criterion(f"empty function / two Barriers, {size} ranks", empty_function / barrier, at_most=1)
 

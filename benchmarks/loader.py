@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,6 +32,7 @@ from benchmarks._measure import (
     import_graph_library,
     print_criterion,
     print_heading,
+    read_cpu_seconds,
     time_interleaved,
 )
 from synkhronos.loading import CropMirror, Images, Loader, npy
@@ -136,7 +136,7 @@ def measure_core_seconds(loader: Loader, step: Callable[[], None], count: int) -
         return sum(synk.run(read_process_time))
 
     def read_loaders() -> float:
-        return sum(read_cpu_seconds(pid) for pid in loader._pool.pids) if loader._pool else 0.0
+        return read_cpu_seconds(loader._pool.pids) if loader._pool else 0.0
 
     start = read_ranks(), read_loaders()
     for _ in range(count):
@@ -147,12 +147,6 @@ def measure_core_seconds(loader: Loader, step: Callable[[], None], count: int) -
 def read_process_time(context: synk.RankContext) -> float:
     """Return the processor time of a rank in seconds; `synkhronos.run` calls this on all ranks."""
     return process_time()
-
-
-def read_cpu_seconds(pid: int) -> float:
-    """Return the processor time of a process in seconds."""
-    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def measure_training(sources: dict[str, Any], options: argparse.Namespace) -> None:

@@ -7,16 +7,17 @@ allocates its result in each call, and with ``np.take`` into allocated memory.
 
 from __future__ import annotations
 
+from statistics import median
+
 import numpy as np
 
 import synkhronos as synk
 from benchmarks import make_parser
 from benchmarks._measure import (
     Table,
-    compute_quartiles,
     fork_ranks,
     format_bytes,
-    format_duration,
+    format_quartiles,
     import_graph_library,
     print_criterion,
     print_heading,
@@ -57,16 +58,12 @@ def main() -> None:
             "synk, batch=idx": lambda: f(data, batch=index),
         }
         times = time_interleaved(sides, options.rounds, calls=2)
-    summaries = {name: compute_quartiles(values) for name, values in times.items()}
+    medians = {name: median(values) for name, values in times.items()}
     table = Table({"": 18, "median": 9, "quartiles": 19, "speed": 6})
-    for name, (lower, median, upper) in summaries.items():
-        speed = summaries["x[idx]"][1] / median
-        table.print_row(
-            name, format_duration(median), f"{format_duration(lower)} - {format_duration(upper)}", f"{speed:.2f}"
-        )
-    print_criterion(
-        "speed, relative to x[idx]", summaries["x[idx]"][1] / summaries["synk, batch=idx"][1], " times", at_least=1.5
-    )
+    for name, values in times.items():
+        table.print_row(name, *format_quartiles(values), f"{medians['x[idx]'] / medians[name]:.2f}")
+    ratio = medians["x[idx]"] / medians["synk, batch=idx"]
+    print_criterion("speed, relative to x[idx]", ratio, " times", at_least=1.5)
 
 
 if __name__ == "__main__":

@@ -200,7 +200,7 @@ def main() -> None:
         print_criterion,
         print_heading,
         require_gpus,
-        run_command,
+        run_side,
     )
 
     counts = options.ranks or [n for n in (2, 4) if n <= (2 if options.cpu else require_gpus(None))]
@@ -212,7 +212,6 @@ def main() -> None:
     versions, ratios = {}, {}
     with tempfile.TemporaryDirectory() as cache:
         environment = {
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
             "JAX_DEFAULT_MATMUL_PRECISION": "tensorfloat32",
             # Only the first side tries algorithms of convolutions.
             "JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR", cache),
@@ -224,9 +223,8 @@ def main() -> None:
                 for side in options.sides:
                     settings = {name: getattr(options, name) for name in columns}
                     settings |= {"side": side, "rule": rule, "n": n, "device": "cpu" if options.cpu else "gpu"}
-                    command = [sys.executable, "-m", "benchmarks.shard_optimizer", "--run", json.dumps(settings)]
                     try:
-                        report = json.loads(run_command(command, options.limit, **environment).splitlines()[-1])
+                        report = run_side(["shard_optimizer", "--run"], settings, options.limit, **environment)
                     except SideError as failure:
                         print(f"{side}, {rule}, n = {n}: {failure}", flush=True)
                         continue
