@@ -263,7 +263,9 @@ HOMONYMS = {"functions.function", "programs.run", "timelines.timeline", "trainin
 
 def list_hidden_modules(package):
     """Yield the modules that ``import package.module as m`` can't reach: its ``__init__`` imports a like-named object."""
-    modules = {path.stem for path in package.glob("*.py")} | {path.parent.name for path in package.glob("*/__init__.py")}
+    modules = {path.stem for path in package.glob("*.py")} | {
+        path.parent.name for path in package.glob("*/__init__.py")
+    }
     prefix = ".".join(["synkhronos", *package.relative_to(PACKAGE).parts])
     for node in parse(package / "__init__.py").body:
         if isinstance(node, ast.ImportFrom) and node.module != prefix:
