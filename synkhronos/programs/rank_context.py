@@ -278,7 +278,7 @@ class RankContext:
 
     def get_persistent_dict(self, name: str) -> dict[Any, Any]:
         """Return the dict of this name, in which programs on this rank store objects for later ones, until `close`."""
-        persistent: dict[Any, Any] = self._rank.objects.setdefault(("persistent dict", name), {})
+        persistent: dict[Any, Any] = self._rank.get_or_add_object(("persistent dict", name), dict)
         return persistent
 
     # -- data ------------------------------------------------------------------------------------------------

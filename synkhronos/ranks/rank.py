@@ -127,6 +127,12 @@ class Rank:
         """Return this rank's copy of a replicated object: in the master, the object itself."""
         return self.objects[key]()
 
+    def get_or_add_object(self, key: Hashable, factory: Callable[[], object]) -> Any:
+        """Return an object that this rank may have, or add a new one, which belongs to this rank alone."""
+        if key not in self.objects:
+            self.add_object(key, factory())
+        return self.get_object(key)
+
     def get_objects(self, keys: Iterable[Hashable]) -> list[Any]:
         """Return this rank's copies of several replicated objects."""
         return [self.objects[key]() for key in keys]

@@ -167,7 +167,7 @@ class RecoveryPolicy(DeathPolicy):
             return  # equal on all ranks
         by_rank = run(rank_state.read_state, spec)
         shared = {name: np.array(data.data) for name, data in spec.shared_arrays.items()}
-        stored = self._session.rank.objects.get(("persistent dict", spec.name), {})
+        stored = self._session.rank.get_or_add_object(("persistent dict", spec.name), dict)
         # No worker takes part in these assignments, so an interrupt cannot separate them.
         _copies_by_trainer[spec.name], self._shared_values, self._has_trained = by_rank, shared, "state" in stored
         self._sharded_optimizer, self.has_copy = optimizer, True
