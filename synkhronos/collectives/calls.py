@@ -84,7 +84,7 @@ def broadcast(shared_vars: SharedVariables, values: Any = None, nccl: bool = Tru
     """
     session = ranks.get_session()
     with session.call_lock:
-        session.begin_call()
+        session.wait_until_idle()
         nccl = check_flag(nccl, "nccl")
         if values is None and (command := _get_cached_command(session, shared_vars, Broadcast, (nccl,))) is not None:
             session.run(command)
@@ -154,7 +154,7 @@ def scatter(shared_vars: SharedVariables, values: Any, batch: BatchArgument = No
     """
     session = ranks.get_session()
     with session.call_lock:
-        session.begin_call()
+        session.wait_until_idle()
         variables, is_single = parse_variables(session, shared_vars)
         shared_values: list[Data] = []
         for i, (variable, value) in enumerate(zip(variables, match_values(values, variables, is_single), strict=True)):
@@ -214,7 +214,7 @@ def gather(shared_vars: SharedVariables, nd_up: int = 1, nccl: bool = True) -> A
     """
     session = ranks.get_session()
     with session.call_lock:
-        session.begin_call()
+        session.wait_until_idle()
         nd_up = check_integer(nd_up, "nd_up", "0 or 1")
         if nd_up not in (0, 1):
             raise ValueError(f"nd_up: expected 0 or 1, got {nd_up}")
@@ -251,7 +251,7 @@ def all_gather(shared_vars: SharedVariables, nccl: bool = True) -> None:
     """
     session = ranks.get_session()
     with session.call_lock:
-        session.begin_call()
+        session.wait_until_idle()
         nccl = check_flag(nccl, "nccl")
         session.run(prepare_command(session, shared_vars, AllGather, (nccl,)))
 
@@ -291,7 +291,7 @@ def reduce(shared_vars: SharedVariables, op: str = "avg", in_place: bool = True,
     """
     session = ranks.get_session()
     with session.call_lock:
-        session.begin_call()
+        session.wait_until_idle()
         in_place, nccl = check_flag(in_place, "in_place"), check_flag(nccl, "nccl")
         results = session.run(prepare_command(session, shared_vars, Reduce, (op, in_place, nccl)))
     return None if in_place else _unpack_single(shared_vars, results)
@@ -326,7 +326,7 @@ def all_reduce(shared_vars: SharedVariables, op: str = "avg", nccl: bool = True)
     """
     session = ranks.get_session()
     with session.call_lock:
-        session.begin_call()
+        session.wait_until_idle()
         nccl = check_flag(nccl, "nccl")
         session.run(prepare_command(session, shared_vars, AllReduceValues, (op, nccl)))
 
@@ -368,7 +368,7 @@ def reduce_scatter(shared_vars: SharedVariables, op: str = "avg", nccl: bool = T
     """
     session = ranks.get_session()
     with session.call_lock:
-        session.begin_call()
+        session.wait_until_idle()
         nccl = check_flag(nccl, "nccl")
         session.run(prepare_command(session, shared_vars, ReduceScatter, (op, nccl)))
 
@@ -403,7 +403,7 @@ def set_value(rank: int, shared_vars: SharedVariables, values: Any, batch: Batch
     """
     session = ranks.get_session()
     with session.call_lock:
-        session.begin_call()
+        session.wait_until_idle()
         rank = check_index(rank, "rank", session.size)
         variables, is_single = parse_variables(session, shared_vars, allow_generators=True)
         states: list[tuple[SharedVariable, Any]] = []
@@ -458,7 +458,7 @@ def get_value(rank: int, shared_vars: SharedVariables) -> Any:
     """
     session = ranks.get_session()
     with session.call_lock:
-        session.begin_call()
+        session.wait_until_idle()
         rank = check_index(rank, "rank", session.size)
         return _get_values(session, shared_vars, GetValue, (rank,), itemgetter(rank))
 
@@ -512,7 +512,7 @@ def get_shapes(shared_vars: SharedVariables) -> list[Any]:
     """
     session = ranks.get_session()
     with session.call_lock:
-        session.begin_call()
+        session.wait_until_idle()
         layouts = session.run(prepare_command(session, shared_vars, GetLayouts, ()))
     return _unpack_single(shared_vars, [[shape for shape, _ in by_rank] for by_rank in layouts])
 

@@ -1,7 +1,7 @@
 """Arrays that all ranks can read.
 
 ``data`` creates an array in shared memory.  ``data_file`` maps a file, and ``data_parts`` loads rows on the ranks that
-use them; these two are read-only.  With several hosts, rows of `Data` are sent to the hosts that read them, a file is
+use them; these two are read-only.  With several hosts, rows of `Data` are sent to the hosts that read them.  A file is
 read on each host, and loaded rows stay on their host.
 """
 

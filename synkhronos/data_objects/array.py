@@ -243,7 +243,7 @@ class Data:
             return
         memory = None if self._segment is None else weakref.ref(self._segment.buffer)
         with self._session.call_lock:
-            self._session.begin_call()
+            self._session.wait_until_idle()
             self._release()
             self._session.finish_releases()
         if memory is not None and memory() is not None:
@@ -302,7 +302,7 @@ class Data:
         if not 1 <= check_number(oversize, "oversize", "a number from 1 to 2") <= 2:
             raise ValueError(f"oversize: expected a number from 1 to 2, got {oversize!r}")
         with self._session.call_lock:
-            self._session.begin_call()
+            self._session.wait_until_idle()
             self._reshape(shape, oversize, keep_rows)
 
     def _reshape(self, shape: tuple[int, ...], oversize: float = 1, keep_rows: bool = False) -> np.ndarray:

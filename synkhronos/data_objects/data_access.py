@@ -56,7 +56,7 @@ def create_data_with_file(shape: tuple[int, ...], dtype: np.dtype, name: str) ->
     array = Data(dtype, len(shape), name=name)
     session, nbytes = array._session, max(1, math.prod(shape) * dtype.itemsize)
     with session.call_lock:
-        session.begin_call()
+        session.wait_until_idle()
         file = session.memory.create_file(nbytes)
         duplicate = io.FileIO(os.dup(file.fileno()), "r+")  # the other is closed once all ranks have mapped it
         array._replace_segment(session.memory.add_file(file, nbytes))

@@ -30,7 +30,7 @@ class FileData(ReadOnlyData):
         shape, dtype, self._offset = _read_header(self.path)
         super().__init__(dtype, len(shape), minibatch, name)
         with self._session.call_lock:
-            self._session.begin_call()
+            self._session.wait_until_idle()
             self._map_segment(self._session.memory.map_user_file(self.path), shape, self._offset)
 
     def __repr__(self) -> str:

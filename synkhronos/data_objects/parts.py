@@ -41,7 +41,7 @@ class PartsData(ReadOnlyData):
     def __init__(self, load: Callable[[int, int], npt.ArrayLike], length: int, name: str | None = None):
         session, self._load = ranks.get_session(), load
         with session.call_lock:
-            session.begin_call()
+            session.wait_until_idle()
             self._shares = split_selection(range(length), session.size)
             key, shape, dtype = _load_shares(session, load, self._shares)
             super().__init__(dtype, len(shape), name=name)
@@ -58,7 +58,7 @@ class PartsData(ReadOnlyData):
     def reload_shares(self, shares: Sequence[range]) -> None:
         """Load all rows again, each rank its new share; the shares of a host's ranks are contiguous."""
         with self._session.call_lock:
-            self._session.begin_call()
+            self._session.wait_until_idle()
             self._shares = list(shares)
             self._reload()
 

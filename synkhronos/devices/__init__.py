@@ -131,8 +131,8 @@ def read_environment_device() -> Device | None:
 def choose_device(use_gpu: bool | None, n_parallel: int | None) -> tuple[Device, int]:
     """Choose the device and the number of ranks for `fork`, and return both.
 
-    By default there is one rank for each GPU if there are any and the packages for them are installed, else one for
-    each core that this process may use.  Raise RuntimeError if the GPUs can't be used as requested, or if Theano
+    By default there is one rank for each GPU, if there are GPUs and the packages for them.  Else there is one for each
+    core that this process may use.  Raise RuntimeError if the GPUs can't be used as requested, or if Theano
     already computes on a GPU and can't return to the CPU.  Raise ValueError if there are fewer GPUs than ranks.
     """
     nccl_handlers.read_nccl_caller()  # raises ValueError for an unknown value, on all machines alike

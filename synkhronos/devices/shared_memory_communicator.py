@@ -7,7 +7,7 @@ scratch area, so that nothing is allocated and the data stay in the processors' 
     half           A        B        A        B
     ranks        write -> barrier -> read, write -> barrier -> read, ...
 
-Invariant: a half is written again only after the barrier of the chunk in between, and every rank that arrives at that
+Invariant: a half is written again only after the barrier of the chunk in between.  Every rank that arrives at that
 barrier has read the half's old content.  For this reason, halves also alternate between the arrays of a command.
 
 Results are identical on all ranks and reproducible: each element is reduced by one rank, in rank order.

@@ -179,7 +179,7 @@ class ResultTable(PendingOperation):
                 session = ranks.get_session()
                 if session is self._session():  # else the session has ended, and another one was started
                     with session.nested_call_lock:  # this result may be an input of a call in preparation
-                        session.begin_call()
+                        session.wait_until_idle()
                         self.read_all()
             if call.error is not None:
                 raise call.error

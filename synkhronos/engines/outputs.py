@@ -84,8 +84,8 @@ class RankOutputs(NamedTuple):
     def freeze(self, rank: Rank) -> RankOutputs:
         """Return a copy that can be reduced after shared variables have changed.
 
-        If the master has no rows, it computes the outputs of zero rows now; an error of this computation is raised by
-        `reduce`, if it needs the outputs.  Workers drop the values of outputs that are not reduced.
+        If the master has no rows, it computes the outputs of zero rows now.  An error of this computation is raised by
+        `reduce`, if it needs these outputs.  Workers drop the values of outputs that are not reduced.
         """
         if not rank.is_master:
             values = [None if op is None else v for v, op in zip(self.values, self.spec.ops, strict=False)]

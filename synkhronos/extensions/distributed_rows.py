@@ -110,7 +110,7 @@ class DistributedRows:
         if n_rows:
             if has_inherited and session.has_forked_workers:
                 with session.call_lock:
-                    session.begin_call()
+                    session.wait_until_idle()
                     session.run(LoadInheritedRows(distribute_variables(session, self.shareds), distributed_sum))
                 self.ranks_have_all_rows = session.rank.size > 1
             else:

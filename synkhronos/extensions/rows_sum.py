@@ -350,7 +350,7 @@ class DistributedSum:
         dispatcher, session = get_dispatcher(function), ranks.get_session()
         if self.rows.slice_bounds:
             with session.call_lock:
-                session.begin_call()
+                session.wait_until_idle()
                 dispatcher.ensure_distributed(session)
                 if dispatcher.has_compiled_default:
                     prepared = self._prepared_sums.get(function)

@@ -55,7 +55,7 @@ class Dispatcher:
         """Call the function on all ranks, and return its outputs as arrays, even where users get a `Result`."""
         session = ranks.get_session()
         with session.call_lock:
-            session.begin_call()
+            session.wait_until_idle()
             call = self.build_call(session, inputs)._replace(must_reduce_outputs=True)
             return self.finish_call(session, call, session.run(call))
 

@@ -170,7 +170,7 @@ class Function:
         """
         session = ranks.get_session()
         with session.call_lock:
-            session.begin_call()
+            session.wait_until_idle()
             dispatcher = self._dispatcher
             call = dispatcher.build_call(session, inputs, named_inputs, batch, batch_s, num_slices, output_subset)
             outputs = dispatcher.finish_call(session, call, session.run(call))
@@ -349,5 +349,5 @@ def distribute() -> None:
     """
     session = ranks.get_session()
     with session.call_lock:
-        session.begin_call()
+        session.wait_until_idle()
         distribute_scheduled(session)

@@ -486,7 +486,7 @@ class _LoaderPool:
         """Start a plan, once all ranks have finished reading rows of the previous plan."""
         if self._session is not None:
             with self._session.call_lock:
-                self._session.begin_call()
+                self._session.wait_until_idle()
         self.ring.start_plan(plan)
 
     def end_if_memory_moved(self) -> None:

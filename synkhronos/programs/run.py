@@ -78,7 +78,7 @@ def run(program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         raise TypeError(f"program: expected a function, got {program!r}")
     session = ranks.get_session()
     with session.call_lock:
-        session.begin_call()
+        session.wait_until_idle()
         function_keys: list[Any] = []
         published_arrays: list[ArrayLocation] = []
         pickled_program = _pickle_program(session, (program, args, kwargs), function_keys, published_arrays)

@@ -2,8 +2,8 @@
 
 A collective on GPUs completes only if every rank starts it.  If one rank does not start it, all ranks must cancel it.
 If all ranks have started it, no rank may cancel it.  When a command fails, all ranks therefore have to agree on the
-last barrier that all of them had reached (the *last common barrier*), although they notice the failure at different
-times.  The barrier's number is recorded once; the command is then *decided*.
+last barrier that all of them had reached, the *last common barrier*.  They notice the failure at different times.  The
+barrier's number is recorded once; the command is then *decided*.
 
 *On one host* each rank reads the counters of all.  A rank that fails marks the command as failed, reads the
 counters, and records the last common barrier, unless another rank has.
@@ -24,7 +24,7 @@ it is lost, and the session ends.
 
 Two invariants make this correct:
 
-- The process that decides (a failing rank, or an agent) reads the counters *after* the failure was marked, and a rank
+- The process that decides (a failing rank, or an agent) reads the counters *after* the failure was marked.  A rank
   reads the mark *after* it has written its counter.  If a rank sees that all ranks have arrived and that no failure is
   marked, the deciding process therefore reads the same counters.  Hence the last common barrier is never before a
   barrier that some rank has passed.

@@ -19,7 +19,7 @@ A waiting master checks regularly whether its workers live (`_close_if_failed_or
 interrupted by a signal (`PeerWatch`).  A death closes the session, and the call raises a WorkerError.
 
 If an interrupt ends the master's part, `_wait_for_completion` waits for a moment only, and the workers may still be
-busy with the command.  The next call waits for them (`begin_call`) before it writes memory that they may read.
+busy with the command.  The next call waits for them (`wait_until_idle`) before it writes memory that they may read.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class CommandRunner(ABC):
     A call that uses the ranks holds the session's lock, so that calls of threads and signal handlers can't mix::
 
         with session.call_lock:
-            session.begin_call()
+            session.wait_until_idle()
             ...
             session.run(command)
 
@@ -130,8 +130,8 @@ class CommandRunner(ABC):
         """Lock of one call.  Raise RuntimeError if this thread holds it, as it is in the middle of another call.
 
         The lock is implemented in C, so no signal handler can raise between its acquisition and the ``with`` block.  In
-        a context manager written in Python, which could also call `begin_call`, a handler could, and leave the lock
-        acquired.
+        a context manager written in Python, which could also call `wait_until_idle`, a handler could do so, and leave
+        the lock acquired.
         """
         if self._call_lock._is_owned():  # type: ignore[attr-defined] # as threading.Condition does
             raise RuntimeError(_NESTED_CALL)
@@ -149,11 +149,11 @@ class CommandRunner(ABC):
         """Whether the master runs its part of a command."""
         return self._is_in_command
 
-    def begin_call(self) -> None:
-        """Prepare the session for a call.  Call this first under the lock.
+    def wait_until_idle(self) -> None:
+        """Wait until all ranks have finished the last command.  A call does this first, under the lock.
 
-        An interrupt may have left the last command running on some ranks, which may still read memory that the call
-        will write.  This method waits until all ranks have finished that command.
+        An interrupt may have left the command running on some ranks, which may still read memory that the call will
+        write.
         """
         self._is_in_command = False  # the caller holds the lock: an interrupt has left the mark
         self._finish_last_command()

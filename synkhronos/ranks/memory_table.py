@@ -30,8 +30,8 @@ EntryKind = Literal["segment", "object"]
 
 #: Maximal number of segments that wait to be sent; each keeps a file descriptor open.
 _MAX_UNSENT = 64
-#: Maximal number of open files that are sent and not received yet.  The kernel allows all processes of a user together
-#: as many as one process may have open, often 1,024, and workers receive them when they run the next command.
+#: Maximal number of open files that are sent and not received yet: workers receive them when they run the next command.
+#: The kernel allows all processes of a user together as many of them as one process may have open, often 1,024.
 _MAX_FILES_IN_FLIGHT = 128
 
 

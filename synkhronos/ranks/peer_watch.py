@@ -3,8 +3,8 @@
 A waiting master polls its workers every few milliseconds.  A master that computes or compiles does not poll, and would
 notice a death only at the end of its own part of the command.  Therefore the kernel sends the master a signal when a
 worker's end of the socket pair closes.  The signal is SIGURG, which a process without a handler ignores, so a late
-signal does no harm.  If the signal cannot be used (the user has a handler of it, or `fork` ran in a thread), a death is
-noticed at the master's next wait.
+signal does no harm.  The signal cannot be used if the user has a handler of it, or if `fork` ran in a thread.  Then a
+death is noticed at the master's next wait.
 """
 
 from __future__ import annotations

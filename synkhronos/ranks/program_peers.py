@@ -326,8 +326,8 @@ class _PublishedWait:
 class Lock:
     """A lock that all ranks share, made by `RankContext.lock`.
 
-    Ranks of several hosts share no memory.  While a rank holds the lock, it copies the rows that it needs from the
-    lock's host by `pull`, and the rows that it has changed back by `push`.  Between ranks of one host both do nothing.
+    Ranks of several hosts share no memory.  While a rank holds the lock, `pull` copies the rows that it needs from the
+    lock's host, and `push` copies the rows that it has changed back.  Between ranks of one host both do nothing.
 
     Attributes
     ----------

@@ -46,8 +46,8 @@ class Session(CommandRunner):
     has_kept_memory : bool
         Whether a death has closed the session within `keep_memory`, so that `replace_workers` is possible.
     close_callbacks, replacement_callbacks : WeakKeyDict of function by object
-        Functions that are called with the object when the session ends, and after each replacement of workers, under
-        the call lock, unless the object is garbage-collected before.
+        Functions that are called with the object, under the call lock: when the session ends, and after each
+        replacement of workers.  An object that is garbage-collected before is removed.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Session(CommandRunner):
 
     def _run_first_command(self) -> None:
         with self.call_lock:
-            self.begin_call()
+            self.wait_until_idle()
             if self._first_command is not None:
                 self.run(self._first_command)
 
@@ -256,7 +256,7 @@ class Session(CommandRunner):
                 self._reopen(link, spawn, excluded_ranks)
             self._run_first_command()
             with self.call_lock:
-                self.begin_call()
+                self.wait_until_idle()
                 if has_new_processes:
                     forks = [] if spawn else self._group.pids
                     self.memory.resend_segments(self._group.channels.keys() - forks, files)

@@ -30,7 +30,7 @@ from synkhronos.ranks.thread_limit import ThreadLimit
 #: Seconds between an idle worker's checks whether the master lives, for systems whose kernel does not report its death.
 IDLE_POLL_SECONDS = 0.5
 #: Maximal number of characters of the message and of the traceback in an exception report.  A character has up to four
-#: bytes in UTF-8, so the two take up to 4/5 of the slot, and leave room for the names in the report.
+#: bytes in UTF-8, so the two take up to 4/5 of the slot.  The rest is for the names in the report.
 _MAX_REPORT_CHARS = SLOT_NBYTES // 10
 
 

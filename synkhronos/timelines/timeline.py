@@ -119,7 +119,7 @@ class Timeline:
         with open(self.path, "a"):  # report a path that can't be written before the run
             pass
         with session.call_lock:
-            session.begin_call()
+            session.wait_until_idle()
             session.run(StartRecording(max_spans, records_xla))
             self._recording = _Recording(self.path, records_xla, session)
             session.rank.pending_operations.append(self._recording)  # `synkhronos.close` calls finish()
@@ -142,7 +142,7 @@ class Timeline:
         if session is None or session.close_reason is not None:
             return
         with session.call_lock:
-            session.begin_call()
+            session.wait_until_idle()
             self._recording.finish()
             session.rank.pending_operations.remove(self._recording)
 

@@ -38,7 +38,7 @@ def rotate(shared_vars):
     """Run the command that sends each rank's values of the variables to the next rank."""
     session = ranks.get_session()
     with session.call_lock:
-        session.begin_call()
+        session.wait_until_idle()
         variables, _ = parse_variables(session, shared_vars)
         session.run(Rotate(distribute_variables(session, variables)))
 

@@ -220,7 +220,7 @@ def test_numba_cache_is_filled_by_one_rank(monkeypatch):
         session = ranks.get_session()
         keys = [get_dispatcher(function).computation_key for function in (train.gradient, train.update, f)]
         with session.call_lock:
-            session.begin_call()
+            session.wait_until_idle()
             shown = session.run(CountCompilations(keys))
         # The update by the first worker, beside the gradient.
         assert shown == [[(0, 1), (1, 0), (0, 1)], [(1, 0), (0, 1), (1, 0)], [(1, 0), (1, 0), (1, 0)]]

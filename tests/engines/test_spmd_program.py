@@ -16,7 +16,7 @@ pytestmark = [
 def run_command(command):
     session = ranks.get_session()
     with session.call_lock:
-        session.begin_call()
+        session.wait_until_idle()
         return session.run(command)
 
 

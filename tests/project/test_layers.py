@@ -239,21 +239,21 @@ def test_find_cycles_finds_them():
 
 
 def find_unprepared_calls(tree):
-    """Yield the lines of ``with session.call_lock`` blocks that don't begin with ``session.begin_call()``."""
+    """Yield the lines of ``with session.call_lock`` blocks that don't begin with ``session.wait_until_idle()``."""
     for node in ast.walk(tree):
         if isinstance(node, ast.With) and ast.unparse(node.items[0]).endswith((".call_lock", ".nested_call_lock")):
             session = ast.unparse(node.items[0]).rpartition(".")[0]
-            if ast.unparse(node.body[0]) != f"{session}.begin_call()":
+            if ast.unparse(node.body[0]) != f"{session}.wait_until_idle()":
                 yield node.lineno
 
 
-def test_every_call_begins_with_begin_call():
+def test_every_call_begins_with_wait_until_idle():
     for path in FILES:
         assert list(find_unprepared_calls(parse(path))) == [], path
 
 
 def test_find_unprepared_calls_finds_them():
-    source = "with a.call_lock:\n  a.begin_call()\nwith a.b.call_lock:\n  a.begin_call()\nwith a.lock:\n  f()"
+    source = "with a.call_lock:\n  a.wait_until_idle()\nwith a.b.call_lock:\n  a.wait_until_idle()\nwith a.lock:\n  f()"
     assert list(find_unprepared_calls(ast.parse(source))) == [3]
 
 

@@ -133,7 +133,7 @@ def test_close_ends_a_waiting_call(session_of_two, monkeypatch, awaited, by):
     else:
         threading.Timer(0.2, ranks.close_session).start()
     with time_limit(), pytest.raises(RuntimeError, match="the ranks were closed"), session_of_two.call_lock:
-        session_of_two.begin_call()
+        session_of_two.wait_until_idle()
         session_of_two.run(WaitForWorkers(awaited == "a barrier"))
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)

@@ -25,7 +25,7 @@ class GetProcessIds(Command):
 def get_process_ids():
     session = ranks.get_session()
     with session.call_lock:
-        session.begin_call()
+        session.wait_until_idle()
         return session.run(GetProcessIds())
 
 

@@ -95,7 +95,7 @@ def _sample_on_ranks(name: str, arguments: dict[str, Any]) -> tuple[Any, Any, Mo
     sampler_call = SamplerCall(name, list(model.value_vars), signed_logp, other_arguments, get_jax_settings())
     key = "sampler", next(_key_numbers)
     with session.call_lock:
-        session.begin_call()
+        session.wait_until_idle()
         try:
             session.rank.add_object(key, sampler_call)
             Replicator.get_or_create(session).send([(key, sampler_call)], [signed_logp])

@@ -394,7 +394,7 @@ class TrainFunction:
         session = ranks.get_session()
         self._optimizer.ensure_scattered()
         with session.call_lock:
-            session.begin_call()
+            session.wait_until_idle()
             dispatcher = get_dispatcher(self.gradient)
             update_dispatchers = [get_dispatcher(update) for update in self._update_functions]
             gradient_call = dispatcher.build_call(session, arrays, batch=batch, batch_s=batch_s, num_slices=num_slices)

@@ -97,7 +97,7 @@ class TrainerReportLoop(ReportLoop):
         state.reset_if_session_is_new(self.session, model)
         if not state.spec.is_joint:  # else each step warns
             with self.session.call_lock:
-                self.session.begin_call()
+                self.session.wait_until_idle()
                 Replicator.get_or_create(self.session).warn_of_master_values(
                     "Trainer.epochs()",
                     {*state.variables.exchanged_variables, *state.variables.unsharded_optimizer_state},

@@ -189,14 +189,14 @@ class Orders:
             rows = create_unpublished((N_ELEMENTS,), "float64")  # otherwise hosts would first transfer its rows
             return all(synk.run(exchange_with_fault, self.folder, place, tuple(fault_ranks), action, rows))
         with ranks.get_session().call_lock:
-            ranks.get_session().begin_call()
+            ranks.get_session().wait_until_idle()
             return ranks.get_session().run(FaultyCommand(self.folder, place, tuple(fault_ranks), action))
 
     def sum_shared_bytes(self, nbytes: int) -> int:
         """Let all ranks read new shared memory; return the sum of its bytes."""
         session = ranks.get_session()
         with session.call_lock:
-            session.begin_call()
+            session.wait_until_idle()
             key = session.memory.create_segment(nbytes).key
             try:
                 return session.run(SumBytes(ArrayLocation(key, "u1", (nbytes,))))
