@@ -138,8 +138,6 @@ class Loader:
         if not self._sample:
             raise ValueError("source: expected rows of at least one array, got an empty tuple")
         self._pool: _LoaderPool | None = None
-        #: Plan and number of the unit with which the pool continues; a new tuple after each batch.
-        self._position: tuple[ReadPlan, int] | None = None
         self._dtypes = [array.dtype.newbyteorder("=") for array in self._sample]
         if vars is not None:
             set_row_dtypes(self, vars)
@@ -280,9 +278,9 @@ class Loader:
         ring, count = pool.ring, None if isinstance(self.source, IterableSource) else len(self)
         is_over = count is not None and not plan.list_unit_starts(count, batch_size)
         if is_over:  # the loader processes continue with the next epoch
-            self._position = plan.advance_epoch(), unit
+            pool.position = plan.advance_epoch(), unit
         while not is_over:
-            self._position = None  # after a failure the plan starts anew
+            pool.position = None  # after a failure the plan starts anew
             start_time = time.perf_counter()
             try:
                 ring.wait_until_filled(unit, (plan.epoch, plan.position))
@@ -298,11 +296,11 @@ class Loader:
             is_over = length < batch_size if count is None else not plan.list_unit_starts(count, batch_size)
             plan, unit = plan.advance_epoch() if is_over else plan, unit + 1
             # Set before the yield: the caller may leave this loop, and continue from here with another loop.
-            self._position = position = plan, unit
+            pool.position = position = plan, unit
             if len(rows):
                 selection = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
                 yield selection, [np.asarray(data) for data in pool.data]
-                if self._position is not position or not pool.pids:
+                if pool.position is not position or not pool.pids:
                     raise RuntimeError(
                         "this loop over a loader's batches can't continue: another one has started since, or the "
                         "loader or the ranks were closed"
@@ -313,26 +311,27 @@ class Loader:
 
     def _prepare_pool(self, plan: ReadPlan, layout: RingLayout, in_session: bool) -> tuple[_LoaderPool, int]:
         """Return a pool that reads by a plan, started if necessary, and the number of the plan's first unit."""
-        if self._pool is None or not self._pool.can_serve(layout, in_session):
+        pool = self._pool
+        if pool is None or not pool.can_serve(layout, in_session):
             self.close()
             array_specs = [(array.shape, dtype.str) for array, dtype in zip(self._sample, self._dtypes, strict=True)]
             config = LoaderConfig(self.source, self.augment, self.shuffle, self._skips_unreadable, layout, array_specs)
-            self._pool = _LoaderPool(config, in_session)
-        elif death := self._pool.ring.describe_death():
+            pool = self._pool = _LoaderPool(config, in_session)
+        elif death := pool.ring.describe_death():
             self.close()
             raise LoadError(f"{death}{RESUME_HINT.format(plan.epoch, plan.position)}", plan.epoch, plan.position)
-        if self._position is None or self._position[0] != plan:
-            self._position = None  # an interrupt may come before the plan has started, or just after
-            self._pool.start_plan(plan)
-            self._position = plan, 0
-        unit = self._position[1]
+        if pool.position is None or pool.position[0] != plan:
+            pool.position = None  # an interrupt may come before the plan has started, or just after
+            pool.start_plan(plan)
+            pool.position = plan, 0
+        unit = pool.position[1]
         if unit:
-            self._pool.ring.free(unit - 1)  # the caller may have left a loop before it freed this unit
-        return self._pool, unit
+            pool.ring.free(unit - 1)  # the caller may have left a loop before it freed this unit
+        return pool, unit
 
     def close(self) -> None:
         """End the loader processes and free their memory; the next batch starts new ones."""
-        pool, self._pool, self._position = self._pool, None, None
+        pool, self._pool = self._pool, None
         if pool is not None:
             self._n_skipped_before += pool.ring.n_skipped
             pool.close()
@@ -349,10 +348,10 @@ class LoaderRows:
         self.layout, self.data, self.plan = pool.layout, pool.data, plan
         self.max_steps_per_launch = max(1, self.layout.n_slots // self.layout.n_consumers // 2)
         self._words, self._pids, self._first_unit, self._n_rows = pool.words, pool.pids, unit, n_rows
-        self._ring = pool.ring
+        self._pool, self._ring = pool, pool.ring
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_ring": None}
+        return {**vars(self), "_pool": None, "_ring": None}
 
     def open(self, consumer: int) -> None:
         """Map the ring into this rank's memory.  ``consumer`` is the number of the rank."""
@@ -389,6 +388,11 @@ class LoaderRows:
         for unit in range(self.find_unit(start), self.find_unit(stop)):
             self._ring.free(unit)
 
+    def record_position(self, position: int) -> None:
+        """Record, in the pool's process, that the rows before a position are freed.  The pool continues there."""
+        plan = self.plan._replace(position=position)
+        self._pool.position = plan.advance_epoch() if position == self._n_rows else plan, self.find_unit(position)
+
 
 def set_row_dtypes(loader: Loader, variables: Sequence[Variable]) -> None:
     """Set the dtypes of a loader's rows to those of variables, if casts are safe.  End loader processes of others."""
@@ -416,14 +420,8 @@ def open_rows(loader: Loader, epoch: int, position: int, unit_rows: int, seed: i
     plan = ReadPlan(epoch, position, seed)
     layout = RingLayout(n_consumers, loader.processes, loader.depth * n_consumers, unit_rows)
     pool, unit = loader._prepare_pool(plan, layout, True)
-    loader._position = None  # until `record_position` is called
+    pool.position = None  # until `LoaderRows.record_position` is called
     return LoaderRows(pool, unit, plan, len(loader))
-
-
-def record_position(loader: Loader, rows: LoaderRows, position: int) -> None:
-    """Record that the rows before a position are freed.  The loader's pool continues there."""
-    unit, plan = rows.find_unit(position), rows.plan._replace(position=position)
-    loader._position = (plan.advance_epoch() if position == len(loader) else plan), unit
 
 
 class _LoaderPool:
@@ -437,6 +435,8 @@ class _LoaderPool:
         self.layout = config.layout
         self.data: list[Any] = []
         self.pids: list[int] = []
+        #: Plan and number of the unit with which the pool continues; a new tuple after each batch.
+        self.position: tuple[ReadPlan, int] | None = None
         self._owner = os.getpid()
         self._session = ranks.get_session() if in_session else None
         layout = config.layout

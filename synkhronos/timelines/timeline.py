@@ -44,8 +44,6 @@ class StartRecording(Command):
 class StopRecording(Command):
     """Stop recording on every rank, and gather the spans in the master."""
 
-    records_xla: bool
-
     def run(self, rank: Rank) -> list[RankSpans]:
         """Return every rank's spans in the master, in rank order; an empty list in workers."""
         recorder = rank.registry.get_or_create(SpanRecorder)
@@ -53,7 +51,7 @@ class StopRecording(Command):
         spans = list(recorder.spans)
         recorder.spans.clear()
         clock_offset_ns = _estimate_clock_offset_ns(rank)
-        xla_operations = rank.registry.get_or_create(XlaProfile).stop() if self.records_xla else []
+        xla_operations = rank.registry.get_or_create(XlaProfile).stop()
         return gather_pickles(rank, pickle.dumps(_make_rank_spans(rank, spans, clock_offset_ns, xla_operations)))
 
 
@@ -79,8 +77,8 @@ def _estimate_clock_offset_ns(rank: Rank) -> int:
 class _Recording(PendingOperation):
     """A recording in progress.  As a pending operation, it writes its file when the session ends."""
 
-    def __init__(self, path: str, records_xla: bool, session: Session):
-        self._path, self._records_xla = path, records_xla
+    def __init__(self, path: str, session: Session):
+        self._path = path
         #: None once the file is written.
         self.session: Session | None = session
 
@@ -88,7 +86,7 @@ class _Recording(PendingOperation):
         """Stop recording, and write the file.  The caller holds the call lock."""
         session, self.session = self.session, None
         if session is not None:
-            write_trace(self._path, session.run(StopRecording(self._records_xla)))
+            write_trace(self._path, session.run(StopRecording()))
 
     def close(self) -> None:
         """Write the master's spans after a failure of the session.  The last spans show in which call a worker died."""
@@ -121,7 +119,7 @@ class Timeline:
         with session.call_lock:
             session.wait_until_idle()
             session.run(StartRecording(max_spans, records_xla))
-            self._recording = _Recording(self.path, records_xla, session)
+            self._recording = _Recording(self.path, session)
             session.rank.pending_operations.append(self._recording)  # `synkhronos.close` calls finish()
 
     def __enter__(self) -> Timeline:

@@ -313,8 +313,16 @@ def make_shared():
             for error, value in ((ValueError, float("inf")), (TypeError, "half"))
         ],
         (TypeError, "chain: expected transformations and an update rule, got 1.0", lambda: chain(1.0, sgd)),
-        (ValueError, "chain: expected one update rule among the 1 parts, got 0", lambda: chain(clip(1))),
-        (ValueError, "chain: expected one update rule among the 2 parts, got 2", lambda: chain(sgd, adam)),
+        (
+            ValueError,
+            "chain: expected one update rule, with an argument weight, got 0 in 1 parts",
+            lambda: chain(clip(1)),
+        ),
+        (
+            ValueError,
+            "chain: expected one update rule, with an argument weight, got 2 in 2 parts",
+            lambda: chain(sgd, adam),
+        ),
         (
             TypeError,
             "partition: expected pairs of a predicate and an update rule, got .*'adam'",

@@ -34,7 +34,7 @@ class XlaProfile:
                 time.sleep(0.001)
 
     def stop(self) -> list[Operation]:
-        """Stop the profiler and return the operations of XLA."""
+        """Stop the profiler, if it runs, and return the operations of XLA."""
         folder, self._folder = self._folder, None
         if folder is None:
             return []

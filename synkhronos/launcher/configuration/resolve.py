@@ -26,7 +26,7 @@ from synkhronos.launcher.configuration.settings import (
 )
 from synkhronos.launcher.configuration.sources import merge_sources
 from synkhronos.training.checkpoints.checkpoint_folder import list_checkpoints
-from synkhronos.training.monitoring.early_stopping import parse_monitored_metric
+from synkhronos.training.monitoring.best_cost import parse_monitored_metric
 
 _TRUE_WORDS = {"true", "yes", "on", "1"}
 _FALSE_WORDS = {"false", "no", "off", "0"}

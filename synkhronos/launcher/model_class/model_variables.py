@@ -51,7 +51,7 @@ def group_variables(model: Any, exclude_normalization: bool = False) -> Variable
     # A sharded and an unsharded optimizer resume from each other's checkpoints, and their functions' inputs differ.
     order = {id(shared): i for i, shared in enumerate(getattr(model, "updated_variables", ()))}
     # Functions update the shards of a sharded optimizer, which are replaced here by whole variables.
-    optimizer_state = [wholes.get(id(shared), shared) for shared in groups.unsharded_optimizer_state]
+    optimizer_state = [wholes.get(id(shared), shared) for shared in groups.optimizer_state]
     groups.optimizer_state = sorted(optimizer_state, key=lambda shared: order.get(id(shared), len(order)))
     return groups
 
@@ -91,6 +91,6 @@ def _group_function_variables(function: Any, groups: VariablesByRole, grouped_id
         elif not library.is_array(shared):
             continue
         elif function_input.update is not None and np.dtype(shared.type.dtype).kind == "f":
-            groups.unsharded_optimizer_state.append(shared)
+            groups.optimizer_state.append(shared)
         elif function_input.update is not None or shared.type.ndim == 0:
             groups.other_variables.append(shared)

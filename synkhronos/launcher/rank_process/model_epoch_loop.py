@@ -33,7 +33,7 @@ from synkhronos.launcher.supervision.master_arguments import MasterArguments
 from synkhronos.launcher.supervision.run_folder import DeathLog
 from synkhronos.programs import LocalRows
 from synkhronos.training.loops.report_loop import ReportLoop
-from synkhronos.training.monitoring.early_stopping import EarlyStopping
+from synkhronos.training.monitoring.best_cost import BestCost
 from synkhronos.training.monitoring.meter import RankTotals
 from synkhronos.training.monitoring.nonfinite import describe_nonfinite
 from synkhronos.training.monitoring.recorder import Recorder
@@ -78,9 +78,9 @@ class ModelEpochLoop(ReportLoop):
         self._training_ended_at = 0.0
 
     @property
-    def early_stopping(self) -> EarlyStopping:
+    def best_cost(self) -> BestCost:
         """Tracker of the best value of the metric, and of the reports since."""
-        return self.state.early_stopping
+        return self.state.best_cost
 
     def train_all_epochs(self) -> bool:
         """Train all epochs and write the parameters.  Return False if a signal stops training."""
@@ -97,7 +97,7 @@ class ModelEpochLoop(ReportLoop):
             if self.is_stopped_by_model and is_master:
                 sys.stdout.write(f"val_iter() has returned 'stop': the run ends after epoch {self.n_reports}\n")
             if self.is_patience_exhausted() and is_master:
-                best = self.early_stopping
+                best = self.best_cost
                 worse = f"{best.metric}: no better for {best.n_reports_since_best} epochs"
                 sys.stdout.write(f"{worse}; the run ends after {self.n_reports}\n")
         if self.batch_loop.is_stopped_by_signal:
@@ -143,7 +143,7 @@ class ModelEpochLoop(ReportLoop):
                 f"keep_best, patience: {self.settings.modelclass} lacks:\n  metric {name!r}, got {names}"
             )
         self.metric = name, mode
-        self.early_stopping.set_metric(f"{name} {mode}")
+        self.best_cost.set_metric(f"{name} {mode}")
         return super().observe(report)
 
     def train(self) -> bool:

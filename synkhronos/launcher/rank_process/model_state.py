@@ -27,7 +27,7 @@ from synkhronos.training.checkpoints import rank_state
 from synkhronos.training.checkpoints.checkpoint_folder import CheckpointFolder, read_metadata
 from synkhronos.training.checkpoints.compatibility import check_can_resume, describe_training
 from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
-from synkhronos.training.monitoring.early_stopping import EarlyStopping
+from synkhronos.training.monitoring.best_cost import BestCost
 from synkhronos.training.monitoring.recorder import filter_lines
 from synkhronos.training.train_function.optimizer_state import join_shards
 
@@ -47,7 +47,7 @@ class ModelState:
     position : dict
         Position in the epoch: ``batch``, the number of batches trained on; ``generators``, their states at the start of
         the epoch; and after a resumption ``record``, the number of steps and the sums of costs and weights.
-    early_stopping : EarlyStopping
+    best_cost : BestCost
         Best value of the metric so far.
     """
 
@@ -77,7 +77,7 @@ class ModelState:
         )
         self.n_complete_epochs = 0
         self.position: dict[str, Any] = {"batch": 0}
-        self.early_stopping = EarlyStopping()
+        self.best_cost = BestCost()
         context.get_persistent_dict(STORAGE_KEY)["state"] = self._spec.make_state()
 
     @property
@@ -119,7 +119,7 @@ class ModelState:
                 **layout,
                 "epochs": self.n_complete_epochs,
                 "model": f"{self.settings.modelfile}:{self.settings.modelclass}",
-                "stop": self.early_stopping.to_json(),
+                "stop": self.best_cost.to_json(),
                 # States of the global generators of NumPy and `random`, one entry for each rank.
                 "host_generators": [generators for _, generators, *_ in rank_entries],
                 "totals": [steps for _, _, steps, _ in rank_entries],
@@ -160,9 +160,9 @@ class ModelState:
         context = self.context
         meta = context.broadcast(read_metadata(path) if context.number == 0 else None)
         check_can_resume(path, meta, describe_training("run", self.exchange_rule, self.variables, None))
-        self.early_stopping = EarlyStopping.from_json(meta["stop"])
+        self.best_cost = BestCost.from_json(meta["stop"])
         if self.settings.keep_best:
-            self.early_stopping.set_metric(" ".join(self.settings.keep_best))
+            self.best_cost.set_metric(" ".join(self.settings.keep_best))
         for epoch in range(meta["epochs"]):  # repeats changes of learning rates that are not in shared variables
             call_by_signature(self.model.adjust_hyperp, epoch)
         if meta["within"]:

@@ -30,7 +30,7 @@ import numpy as np
 
 from synkhronos.checks import check_at_least, import_package, suggest_keywords
 from synkhronos.training.checkpoints.folder_lock import FolderLock
-from synkhronos.training.monitoring.early_stopping import parse_monitored_metric, to_cost
+from synkhronos.training.monitoring.best_cost import parse_monitored_metric, to_cost
 
 #: Pattern of a checkpoint's name, with its number of rows.
 _NAME_PATTERN = re.compile(r"rows-(\d{12,})(\.old)?")

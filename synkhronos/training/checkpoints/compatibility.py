@@ -43,7 +43,7 @@ def describe_training(
     variables_by_role = {
         "params": variables.exchanged_variables[:n_params],
         "averages": variables.exchanged_variables[n_params:],
-        "optimizer": variables.unsharded_optimizer_state,
+        "optimizer": variables.optimizer_state,
         "excluded": variables.excluded_params,
         "others": variables.other_variables,
     }

@@ -43,7 +43,7 @@ class RankStateSpec:
         """Make the state on which the exchange rule operates, at the first step."""
         variables = self.variables
         return ExchangeState(
-            variables.exchanged_variables, variables.unsharded_optimizer_state, self.shared_arrays, variables.n_averages
+            variables.exchanged_variables, variables.optimizer_state, self.shared_arrays, variables.n_averages
         )
 
 
@@ -96,8 +96,8 @@ def _unpack_states(content: Checkpoint, spec: RankStateSpec) -> list[dict[str, A
         if meta["alike"] and r:
             continue
         state |= {role: arrays[f"{r}.{role}"] for role in ("params", "optimizer", "excluded")}
-        if spec.variables.optimizer_state is None:  # sharded
-            state["optimizer"] = None
+        if not spec.variables.optimizer_state:  # sharded: the trainer restores it
+            state["optimizer"] = np.zeros(0, np.float32)
         state |= {name: int(arrays[f"{r}.{name}"]) for name in ("step", "since")}
         prefix = f"{r}.own."
         state["own"] = {n.removeprefix(prefix): array for n, array in arrays.items() if n.startswith(prefix)}

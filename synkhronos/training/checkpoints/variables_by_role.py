@@ -23,8 +23,8 @@ class VariablesByRole:
     #: Variables that ranks exchange: parameters, followed by running averages.  Their values are named ``params`` in
     #: `read_values` and in checkpoints.
     exchanged_variables: list[SharedVariable]
-    #: Variables of the update rule, such as velocities; None in a `RankStateSpec` if they are sharded.
-    optimizer_state: list[SharedVariable] | None
+    #: Variables of the update rule, such as velocities; empty in a `RankStateSpec` if they are sharded.
+    optimizer_state: list[SharedVariable]
     #: Parameters that are not exchanged.
     excluded_params: list[SharedVariable]
     #: Other updated variables, such as counts.
@@ -59,35 +59,26 @@ class VariablesByRole:
         generators = [s for s in library.find_shareds(variables) if library.is_generator(s)]
         return cls([*exchanged_params, *averages], optimizer, excluded, other_variables, generators, len(averages))
 
-    @property
-    def unsharded_optimizer_state(self) -> list[SharedVariable]:
-        """The variables of `optimizer_state`.  Raise AssertionError if they are None, since they are sharded."""
-        assert self.optimizer_state is not None
-        return self.optimizer_state
-
     def read_other_values(self) -> list[np.ndarray]:
         """Return copies of this process's values of the other variables."""
         return [np.array(get_array_device(value).to_numpy(value)) for value in map(_borrow_value, self.other_variables)]
 
     def read_values(self, exchanged_vector: np.ndarray | None = None) -> dict[str, Any]:
         """Return copies of this process's values by role.  ``exchanged_vector`` replaces the exchanged values."""
-        values = {
+        return {
             "params": np.array(
                 FlatVariables(self.exchanged_variables).get() if exchanged_vector is None else exchanged_vector
             ),
             "excluded": np.array(FlatVariables(self.excluded_params).get()),
+            "optimizer": np.array(FlatVariables(self.optimizer_state).get()),
             "others": self.read_other_values(),
         }
-        if self.optimizer_state is not None:
-            values["optimizer"] = np.array(FlatVariables(self.optimizer_state).get())
-        return values
 
     def write_values(self, values: Mapping[str, Any]) -> None:
         """Set this process's variables to copies of the values from `read_values`."""
         FlatVariables(self.exchanged_variables).set(values["params"])
         FlatVariables(self.excluded_params).set(values["excluded"])
-        if self.optimizer_state is not None:
-            FlatVariables(self.optimizer_state).set(values["optimizer"])
+        FlatVariables(self.optimizer_state).set(values["optimizer"])
         for shared, value in zip(self.other_variables, values["others"], strict=True):
             device = get_array_device(_borrow_value(shared))
             get_library(shared).store_value(shared, device.from_numpy(np.array(value)))

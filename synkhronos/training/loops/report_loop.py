@@ -8,7 +8,7 @@ Epochs are divided into intervals, each of which ends with a report::
 
 `observe` compares the report with the best one so far, and `save` is called only for some reports.  If a signal stops
 `train` or `validate`, the method returns False.  `save_at_signal` then saves the position within the interval, and
-there is no report.
+the loop ends without a report.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
-from synkhronos.training.monitoring.early_stopping import EarlyStopping, to_cost
+from synkhronos.training.monitoring.best_cost import BestCost, to_cost
 from synkhronos.training.monitoring.report import Report
 
 
 class ReportLoop(ABC):
     """Base class of loops over reports.  Subclasses define how to train until a report, validate and save."""
 
-    #: Name of the metric that `early_stopping` observes, and "min" or "max" for the best value.
+    #: Name of the metric that `best_cost` observes, and "min" or "max" for the best value.
     metric: tuple[str, str]
     #: Number of reports without an improvement after which the loop ends; None: no limit.
     patience: int | None
@@ -55,15 +55,15 @@ class ReportLoop(ABC):
 
     def is_patience_exhausted(self) -> bool:
         """Whether the metric has not improved for ``patience`` reports."""
-        return self.patience is not None and self.early_stopping.n_reports_since_best >= self.patience
+        return self.patience is not None and self.best_cost.n_reports_since_best >= self.patience
 
     def observe(self, report: Report) -> bool:
         """Compare a report with the best one so far.  Return True if it is better."""
-        return self.early_stopping.observe(to_cost(report.metrics, self.metric))
+        return self.best_cost.observe(to_cost(report.metrics, self.metric))
 
     @property
     @abstractmethod
-    def early_stopping(self) -> EarlyStopping:
+    def best_cost(self) -> BestCost:
         """Tracker of the best value of the metric, and of the reports since."""
 
     @abstractmethod

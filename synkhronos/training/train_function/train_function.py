@@ -17,7 +17,7 @@ step that cannot be grouped is a launch of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -60,19 +60,6 @@ _MAX_SHARDED_STEPS = 256
 _LONG_STEP_NBYTES = 4 << 20
 
 
-class _ShardedStepVariables(NamedTuple):
-    """Shared variables of a step with a sharded optimizer."""
-
-    #: This rank's row of the gradients.
-    row: SharedVariable
-    #: This rank's number.
-    rank_number: SharedVariable
-    #: This rank's shards of the optimizer's state.
-    state_shards: list[SharedVariable]
-    #: Whether the update of a shard reads the reduced gradient of all rows.
-    gathers_gradient: bool
-
-
 class TrainFunction:
     """Training step on all ranks; made by `make_train_function`.
 
@@ -92,11 +79,11 @@ class TrainFunction:
     """
 
     def __init__(self, graph: TrainingGraph, exchange_dtype: str | None = None):
-        self._compile(graph)
+        self._build_functions(graph)
         self._graph = graph
         self._exchange_dtype = exchange_dtype
 
-    def _compile(self, graph: TrainingGraph) -> None:
+    def _build_functions(self, graph: TrainingGraph) -> None:
         """Make the functions, and the variables of a sharded optimizer, for the present number of ranks."""
         rule_updates, self._n_tail_items = append_averaged_updates(graph.rule_updates, graph.extra_updates, graph.x[0])
         sharded_updates, n_ranks = None, ranks.get_session().size
@@ -136,21 +123,21 @@ class TrainFunction:
         sharded_variables = {} if sharded_updates is None else sharded_updates.sharded_variables
         self._optimizer = OptimizerState(graph.optimizer_state, sharded_variables, n_ranks if sharded_updates else None)
         self.optimizer_state = self._optimizer.variables
-        self._sharded_step_variables: _ShardedStepVariables | None = None
+        #: Variables of a `ShardedStepCommand`: matrix, row, rank number, shards of the optimizer's state.
+        self._sharded_step_variables: list[SharedVariable] = []
         if sharded_updates is not None:
-            state_shards = [variable.shard for variable in sharded_variables.values()]
-            self._sharded_step_variables = _ShardedStepVariables(
-                sharded_updates.row, sharded_updates.rank_number, state_shards, sharded_updates.gathers_gradient
-            )
+            shards = [variable.shard for variable in sharded_variables.values()]
+            self._sharded_step_variables = [grad_shared, sharded_updates.row, sharded_updates.rank_number, *shards]
+            self._gathers_gradient = sharded_updates.gathers_gradient
 
     def gather_state_vector(self, shareds: Sequence[SharedVariable]) -> np.ndarray:
         """Return whole values of variables of the update rule: see `OptimizerState.gather_vector`."""
         return self._optimizer.gather_vector(shareds)
 
     def set_state_vector(self, shareds: Sequence[SharedVariable], vector: np.ndarray) -> None:
-        """Set variables of the update rule from `gather_state_vector`.  Compile anew for another number of ranks."""
+        """Set variables of the update rule from `gather_state_vector`, also if the number of ranks has changed."""
         if self._optimizer.is_sharded and self._optimizer.n_ranks != ranks.get_session().size:
-            self._compile(self._graph)
+            self._build_functions(self._graph)
         self._optimizer.set_vector(shareds, vector)
 
     def get_ema(self) -> list[SharedVariable] | None:
@@ -374,9 +361,9 @@ class TrainFunction:
         if not longest:
             return 1  # no step can share a command; the data may not even have shapes
         engine, max_repeats = get_dispatcher(self.gradient).computation.engine, _MAX_SHARDED_STEPS
-        if self._sharded_step_variables is not None and engine.device is not NUMPY:
+        if self._sharded_step_variables and engine.device is not NUMPY:
             return 1  # slicing the rows of a step out of an array on a GPU takes longer than a command
-        if self._sharded_step_variables is None:
+        if not self._sharded_step_variables:
             max_repeats = engine.get_max_repeats(np.dtype(self.grad_shared.type.dtype))
         # If the data are in shared variables, a row has no bytes here, since each step takes its rows on the device.
         row_nbytes = sum(int(np.prod(np.shape(a)[1:])) * np.dtype(getattr(a, "dtype", float)).itemsize for a in arrays)
@@ -398,7 +385,14 @@ class TrainFunction:
             dispatcher = get_dispatcher(self.gradient)
             update_dispatchers = [get_dispatcher(update) for update in self._update_functions]
             gradient_call = dispatcher.build_call(session, arrays, batch=batch, batch_s=batch_s, num_slices=num_slices)
-            every_rank_has_rows = self._check_rows(session, gradient_call, batch)
+            n_ranks_with_rows = self._count_ranks_with_rows(session, gradient_call)
+            if not n_ranks_with_rows:
+                raise ValueError(
+                    "batch_s: expected at least one row on some rank, got none"
+                    if self._graph.sliceable
+                    else f"batch: expected at least one row, got {batch!r}"
+                )
+            every_rank_has_rows = n_ranks_with_rows == session.size
             if not every_rank_has_rows:
                 # A rank without rows does not write its vector, which would still hold an earlier step's values.
                 clear = get_dispatcher(self._clear_gradient_function)
@@ -406,12 +400,10 @@ class TrainFunction:
                 clear.finish_call(session, call, session.run(call))
             update_calls = [update.build_call(session) for update in update_dispatchers]
             command: StepCommand | ShardedStepCommand
-            if self._sharded_step_variables is None:
-                command = self._make_step_command(session, gradient_call, update_calls[0], n_steps, every_rank_has_rows)
+            if self._sharded_step_variables:
+                command = self._make_sharded_step_command(session, gradient_call, update_calls, n_steps)
             else:
-                command = self._make_sharded_step_command(
-                    session, self._sharded_step_variables, gradient_call, update_calls, n_steps
-                )
+                command = self._make_step_command(session, gradient_call, update_calls[0], n_steps, every_rank_has_rows)
             results = session.run(command)
             if results is None:
                 return None
@@ -440,21 +432,11 @@ class TrainFunction:
         )
 
     def _make_sharded_step_command(
-        self,
-        session: ranks.Session,
-        step_variables: _ShardedStepVariables,
-        gradient_call: Call,
-        update_calls: Sequence[Call],
-        n_steps: int,
+        self, session: ranks.Session, gradient_call: Call, update_calls: Sequence[Call], n_steps: int
     ) -> ShardedStepCommand:
         """Make the command of steps with a sharded optimizer."""
-        variables = [
-            self.grad_shared,
-            step_variables.row,
-            step_variables.rank_number,
-            *step_variables.state_shards,
-        ]
-        matrix_key, row_key, rank_number_key, *state_keys = distribute_variables(session, variables)
+        keys = distribute_variables(session, self._sharded_step_variables)
+        matrix_key, row_key, rank_number_key, *state_keys = keys
         return ShardedStepCommand(
             gradient_call,
             update_calls[0],
@@ -463,32 +445,23 @@ class TrainFunction:
             row_key,
             rank_number_key,
             tuple(state_keys),  # a command is hashable, so that its pickle is cached
-            step_variables.gathers_gradient,
+            self._gathers_gradient,
             n_steps,
         )
 
-    def _check_rows(self, session: ranks.Session, gradient_call: Call, batch: BatchArgument) -> bool:
-        """Raise ValueError if no rank has rows to compute.  Return True if every rank has some.
-
-        If only the ranks know their numbers of rows, this runs a command.
-        """
-        n_ranks = session.size
+    def _count_ranks_with_rows(self, session: ranks.Session, gradient_call: Call) -> int:
+        """Count the ranks that have rows.  If only the ranks know their numbers of rows, this runs a command."""
         if gradient_call.n_total_rows is not None:
-            if not gradient_call.n_total_rows:
-                raise ValueError(f"batch: expected at least one row, got {batch!r}")
-            return gradient_call.n_total_rows >= n_ranks
-        selections = gradient_call.batch_s or (slice(None),) * n_ranks
-        lengths = [0] * n_ranks
+            return min(gradient_call.n_total_rows, session.size)
+        selections = gradient_call.batch_s or (slice(None),) * session.size
+        lengths = [0] * session.size
         if any(isinstance(selection, slice) for selection in selections):
             layouts = session.run(GetLayouts(distribute_variables(session, self._graph.sliceable)))
             lengths = [min(shape[0] for shape, _ in shapes) for shapes in zip(*layouts, strict=True)]
-        counts = [
-            len(range(length)[selection]) if isinstance(selection, slice) else selection.shape[0]
+        return sum(
+            bool(range(length)[selection] if isinstance(selection, slice) else selection.shape[0])
             for selection, length in zip(selections, lengths, strict=True)
-        ]
-        if not any(counts):
-            raise ValueError("batch_s: expected at least one row on some rank, got none")
-        return all(counts)
+        )
 
 
 def make_train_function(

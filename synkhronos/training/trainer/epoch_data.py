@@ -22,8 +22,8 @@ _MAX_STEPS_PER_LAUNCH = 64
 
 
 @dataclass
-class IntervalPlan:
-    """Interval between two reports: a range of positions in the epoch's order of rows, and the settings of training."""
+class SegmentPlan:
+    """Segment of an interval between two reports: a range of positions in the epoch's order of rows, and settings."""
 
     #: Range of positions: ``start`` inclusive, ``stop`` exclusive.
     start: int

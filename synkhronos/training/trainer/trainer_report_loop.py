@@ -1,6 +1,6 @@
 """The loop of a trainer from report to report, in the master.
 
-Epochs are divided into intervals between reports.  In an interval either the master takes joint steps, or every rank
+Epochs are divided into intervals between reports.  In an interval, either the master takes joint steps, or every rank
 runs a loop of its own::
 
     TrainerReportLoop.train() --> BSP on gradients: JointBatchLoop in the master
@@ -16,7 +16,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any
 
 from synkhronos import ranks
 from synkhronos.checks import describe
@@ -24,7 +25,7 @@ from synkhronos.data_objects import Data
 from synkhronos.data_objects import data as make_data
 from synkhronos.data_objects.parts import iterate_ordered_batches
 from synkhronos.loading import Loader, LoadError
-from synkhronos.loading.loader import LoaderRows, record_position
+from synkhronos.loading.loader import LoaderRows
 from synkhronos.programs import run
 from synkhronos.ranks import WorkerError
 from synkhronos.replication.replicator import Replicator
@@ -33,7 +34,7 @@ from synkhronos.training.checkpoints import rank_state
 from synkhronos.training.checkpoints.checkpoint_folder import CheckpointFolder
 from synkhronos.training.loops.report_loop import ReportLoop
 from synkhronos.training.loops.stop_signals import get_requested_stop
-from synkhronos.training.monitoring.early_stopping import EarlyStopping
+from synkhronos.training.monitoring.best_cost import BestCost
 from synkhronos.training.monitoring.meter import RankTotals, resize_totals
 from synkhronos.training.monitoring.nonfinite import describe_nonfinite
 from synkhronos.training.monitoring.recorder import Recorder, TensorBoard
@@ -43,8 +44,8 @@ from synkhronos.training.trainer.compiled_model import CompiledModel
 from synkhronos.training.trainer.death_recovery import DeathPolicy
 from synkhronos.training.trainer.epoch_data import (
     EpochData,
-    IntervalPlan,
     RowSource,
+    SegmentPlan,
     check_enough_rows,
     get_ranks_by_host_of_parts,
 )
@@ -86,9 +87,9 @@ class TrainerReportLoop(ReportLoop):
         return self.model.state.position
 
     @property
-    def early_stopping(self) -> EarlyStopping:
+    def best_cost(self) -> BestCost:
         """Tracker of the best value of the metric, and of the reports since."""
-        return self.position.early_stopping
+        return self.position.best_cost
 
     def begin(self, resume: Any) -> None:
         """Allocate shared memory, and restore the checkpoint that ``resume`` names, if any."""
@@ -100,7 +101,7 @@ class TrainerReportLoop(ReportLoop):
                 self.session.wait_until_idle()
                 Replicator.get_or_create(self.session).warn_of_master_values(
                     "Trainer.epochs()",
-                    {*state.variables.exchanged_variables, *state.variables.unsharded_optimizer_state},
+                    {*state.variables.exchanged_variables, *state.variables.optimizer_state},
                     (),
                     stacklevel=4,
                 )
@@ -124,7 +125,7 @@ class TrainerReportLoop(ReportLoop):
         metric = "loss" if self.valid is None else f"validation {self.first_metric}"
         if self.metric != (self.first_metric, "min"):
             metric += f", {' '.join(self.metric)}"
-        if self.early_stopping.set_metric(metric):
+        if self.best_cost.set_metric(metric):
             schedules.reset_best(model.schedule)
 
     def _remove_later_records(self, n_rows_seen: int) -> None:
@@ -200,10 +201,10 @@ class TrainerReportLoop(ReportLoop):
             self.data.n_epoch_rows, start + self.steps_per_report * self.data.batch_size * ranks.get_session().size
         )
 
-    def _make_plan(self, stop: int) -> IntervalPlan:
-        """Make the plan of an interval from the present position to ``stop``."""
+    def _make_plan(self, stop: int) -> SegmentPlan:
+        """Make the plan of a segment from the present position to ``stop``."""
         model, data, position = self.model, self.data, self.position
-        return IntervalPlan(
+        return SegmentPlan(
             start=position.epoch_position,
             stop=stop,
             batch_size=data.batch_size,
@@ -242,8 +243,8 @@ class TrainerReportLoop(ReportLoop):
             else:
                 results = self._run_local_loops(plan, source)
             end, totals = min(end for end, _ in results), [totals for _, totals in results]
-            if loader is not None and isinstance(source, LoaderRows):
-                record_position(loader, source, end)
+            if isinstance(source, LoaderRows):
+                source.record_position(end)
             if end == plan.stop and not any(total.rows for total in totals):
                 raise LoadError(
                     f"none of the rows from {plan.start:,} to {end:,} of epoch {plan.epoch} could be read",
@@ -256,7 +257,7 @@ class TrainerReportLoop(ReportLoop):
             raise
         return end, totals
 
-    def _run_local_loops(self, plan: IntervalPlan, source: RowSource) -> list[tuple[int, RankTotals]]:
+    def _run_local_loops(self, plan: SegmentPlan, source: RowSource) -> list[tuple[int, RankTotals]]:
         """Take local steps on every rank.  Return each rank's result."""
         model, length = self.model, ranks.get_session().size + 1
         if len(self.batch_counts) != length:  # a rank was left out
@@ -356,24 +357,16 @@ class TrainerReportLoop(ReportLoop):
 
     def save(self, report: Report) -> None:
         """Write a checkpoint after a report."""
-        self._save(report.rows_seen)
+        self._save()
 
-    def _save(self, n_rows_seen: int) -> None:
+    def _save(self) -> Path:
         checkpoints, model = self.checkpoints, self.model
         assert checkpoints is not None
-        self.death_policy.run_idempotent(lambda: model.state.save(checkpoints, self.data, model.schedule, n_rows_seen))
+        return self.death_policy.run_idempotent(lambda: model.state.save(checkpoints, self.data, model.schedule))
 
-    def save_at_signal(self) -> NoReturn:
-        """Write a checkpoint between two reports, and exit with the status of the signal."""
-        number = get_requested_stop()
-        message, position, checkpoints = (
-            f"{signal.Signals(number).name}: training ends",
-            self.position,
-            self.checkpoints,
-        )
-        assert checkpoints is not None
-        if all(math.isfinite(total.weighted_loss_sum) for total in position.totals):
-            self._save(position.n_rows_seen)
-            message += f"; go on with resume={str(checkpoints.get_path(position.n_rows_seen))!r}"
+    def save_at_signal(self) -> None:
+        """Write a checkpoint between two reports, unless the loss is not finite, and print its path."""
+        message = f"{signal.Signals(get_requested_stop()).name}: training ends"
+        if all(math.isfinite(total.weighted_loss_sum) for total in self.position.totals):
+            message += f"; go on with resume={str(self._save())!r}"
         sys.stderr.write(f"{message}\n")
-        raise SystemExit(128 + number)

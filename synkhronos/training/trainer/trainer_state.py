@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from synkhronos.training.checkpoints.checkpoint_folder import (
     read_metadata,
 )
 from synkhronos.training.checkpoints.compatibility import check_can_resume, describe_training
-from synkhronos.training.monitoring.early_stopping import EarlyStopping
+from synkhronos.training.monitoring.best_cost import BestCost
 from synkhronos.training.monitoring.meter import RankTotals, resize_totals
 from synkhronos.training.schedules import Schedule
 from synkhronos.training.train_function.train_function import TrainFunction
@@ -43,7 +44,7 @@ class TrainerPosition:
     totals: list[RankTotals] = field(default_factory=list)
     #: Metrics of the last report.
     metrics: dict[str, float] = field(default_factory=dict)
-    early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
+    best_cost: BestCost = field(default_factory=BestCost)
     #: Number of joint steps; ranks that take their own steps count them in their `ExchangeState`.
     steps: int = 0
     n_rows_of_earlier_epochs: int = 0
@@ -71,7 +72,7 @@ class TrainerState:
     ):
         self.spec, self.variables, self._sharded_step = spec, spec.variables, sharded_step
         if sharded_step is not None:
-            self.spec = replace(spec, variables=replace(spec.variables, optimizer_state=None))
+            self.spec = replace(spec, variables=replace(spec.variables, optimizer_state=[]))
         self._update_rule = update_rule
         self._session: Any = None
         self.position, self.rate = TrainerPosition(), math.nan
@@ -102,15 +103,15 @@ class TrainerState:
     def gather_sharded_optimizer_state(self) -> np.ndarray | None:
         """Return the variables of a sharded optimizer, gathered into one vector, or None if it is not sharded."""
         step = self._sharded_step
-        return None if step is None else step.gather_state_vector(self.variables.unsharded_optimizer_state)
+        return None if step is None else step.gather_state_vector(self.variables.optimizer_state)
 
     def set_sharded_optimizer_state(self, vector: np.ndarray | None) -> None:
         """Divide the vector from `gather_sharded_optimizer_state` among the present ranks, unless it is None."""
         if self._sharded_step is not None and vector is not None:
-            self._sharded_step.set_state_vector(self.variables.unsharded_optimizer_state, vector)
+            self._sharded_step.set_state_vector(self.variables.optimizer_state, vector)
 
-    def save(self, checkpoints: CheckpointFolder, data: EpochData, schedule: Schedule, n_rows_seen: int) -> None:
-        """Write a checkpoint of all ranks.  Its metrics are those of a report, if it follows one directly."""
+    def save(self, checkpoints: CheckpointFolder, data: EpochData, schedule: Schedule) -> Path:
+        """Write a checkpoint of all ranks, with the metrics of a report directly before it.  Return its path."""
         position = self.position
         by_rank = run(rank_state.read_state, self.spec)
         if self._sharded_step is not None:
@@ -120,13 +121,13 @@ class TrainerState:
         meta = {
             **self._describe(),
             **layout,
-            "seen": n_rows_seen,
+            "seen": position.n_rows_seen,
             "epoch": position.epoch,
             "row": position.epoch_position,
             "start": position.interval_start,
             "outcomes": [total.to_json() for total in position.totals],
             "metrics": position.metrics,
-            "stop": position.early_stopping.to_json(),
+            "stop": position.best_cost.to_json(),
             "seed": data.seed,
             "count": data.n_data_rows,
             "parts": data.get_partition_key(),
@@ -134,7 +135,7 @@ class TrainerState:
             "schedule": schedules.get_state(schedule),
             "steps_taken": position.steps,
         }
-        checkpoints.save(n_rows_seen, arrays, meta, {} if position.totals else position.metrics)
+        return checkpoints.save(position.n_rows_seen, arrays, meta, {} if position.totals else position.metrics)
 
     def restore(self, path: str | os.PathLike[str], data: EpochData, schedule: Schedule) -> int:
         """Restore all ranks and the position from a checkpoint.  Return the number of rows trained on so far."""
@@ -159,7 +160,7 @@ class TrainerState:
             interval_start=meta["start"],
             totals=resize_totals(totals, 1 if self.spec.is_joint else ranks.get_session().size),
             metrics=meta["metrics"],
-            early_stopping=EarlyStopping.from_json(meta["stop"]),
+            best_cost=BestCost.from_json(meta["stop"]),
             steps=meta["steps_taken"],
             n_rows_of_earlier_epochs=meta["seen"] - meta["row"],
             order_key=data.order_key,

@@ -40,7 +40,8 @@ def chain(*parts: Any) -> UpdateRule:
     ----------
     *parts : transformations, and one update rule
         In the order in which they are applied.  Transformations before the rule change the reduced gradient.  Those
-        after the rule change the step, which is subtracted from the parameters: it has the gradient's sign.
+        after the rule change the step, which is subtracted from the parameters: it has the gradient's sign.  The rule
+        is the part with an argument ``weight``, which every rule has and no transformation.
 
     Examples
     --------
@@ -59,7 +60,9 @@ def chain(*parts: Any) -> UpdateRule:
             raise TypeError(f"chain: expected transformations and an update rule, got {part!r}")
     indexes = _find_update_rules(parts)
     if len(indexes) != 1:
-        raise ValueError(f"chain: expected one update rule among the {len(parts)} parts, got {len(indexes)}")
+        raise ValueError(
+            f"chain: expected one update rule, with an argument weight, got {len(indexes)} in {len(parts)} parts"
+        )
     (index,) = indexes
     update_rule, gradient_transforms, step_transforms = parts[index], parts[:index], parts[index + 1 :]
 

@@ -32,7 +32,7 @@ def to_cost(metrics: Mapping[str, float], metric: tuple[str, str]) -> float:
 
 
 @dataclass
-class EarlyStopping:
+class BestCost:
     """Best value of a metric so far, as a cost: lower is better.
 
     ``metric`` is the label of the metric, such as "validation loss", which is compared only for equality.  It is empty
@@ -40,30 +40,30 @@ class EarlyStopping:
     """
 
     metric: str = ""
-    best: float = math.inf
+    cost: float = math.inf
     n_reports_since_best: int = 0
 
     def set_metric(self, metric: str) -> bool:
         """Set the metric that `observe` compares.  Return True if this discards the best value of another metric."""
         is_other = self.metric not in ("", metric)
         if is_other:
-            self.best, self.n_reports_since_best = math.inf, 0
+            self.cost, self.n_reports_since_best = math.inf, 0
         self.metric = metric
         return is_other
 
     def observe(self, value: float) -> bool:
         """Compare the value of a report with the best one.  Return True if it is better."""
-        is_best = value < self.best
+        is_best = value < self.cost
         self.n_reports_since_best = 0 if is_best else self.n_reports_since_best + 1
-        self.best = min(self.best, value)
+        self.cost = min(self.cost, value)
         return is_best
 
     def to_json(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
-        best = None if math.isinf(self.best) else self.best
-        return {"measure": self.metric, "best": best, "since": self.n_reports_since_best}
+        cost = None if math.isinf(self.cost) else self.cost
+        return {"measure": self.metric, "best": cost, "since": self.n_reports_since_best}
 
     @classmethod
-    def from_json(cls, state: Mapping[str, Any]) -> EarlyStopping:
+    def from_json(cls, state: Mapping[str, Any]) -> BestCost:
         """Restore the state from `to_json`."""
         return cls(state["measure"], math.inf if state["best"] is None else state["best"], state["since"])
