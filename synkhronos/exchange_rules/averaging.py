@@ -98,12 +98,10 @@ class LocalSGD(ExchangeRule):
     def exchange(self, context: RankContext, state: ExchangeState) -> None:
         """Average parameters, and average or reset the optimizer's variables."""
         state.vector = self.compute_mean(context, state)
-        treatment = (
-            self.state
-        )  # `ExchangeRule.get_options` reads the attribute by the name of the constructor's argument
-        if treatment == "average" and state.optimizer.size:
+        # `self.state` has the name of the constructor's argument, by which `ExchangeRule.get_options` reads it.
+        if self.state == "average" and state.optimizer.size:
             state.optimizer.set(context.all_reduce(state.optimizer.get()))
-        elif treatment == "reset":
+        elif self.state == "reset":
             state.optimizer.set(np.zeros(state.optimizer.size, state.optimizer.dtype))
 
 

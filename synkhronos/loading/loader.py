@@ -347,7 +347,7 @@ class LoaderRows:
     def __init__(self, pool: _LoaderPool, unit: int, plan: ReadPlan, n_rows: int):
         self.layout, self.data, self.plan = pool.layout, pool.data, plan
         self.max_steps_per_launch = max(1, self.layout.n_slots // self.layout.n_consumers // 2)
-        self._words, self._pids, self._first_unit, self._n_rows = pool.words, pool.pids, unit, n_rows
+        self._memory, self._pids, self._first_unit, self._n_rows = pool.ring_memory, pool.pids, unit, n_rows
         self._pool, self._ring = pool, pool.ring
 
     def __getstate__(self) -> dict[str, Any]:
@@ -355,7 +355,7 @@ class LoaderRows:
 
     def open(self, consumer: int) -> None:
         """Map the ring into this rank's memory.  ``consumer`` is the number of the rank."""
-        self._ring = Ring(self.layout, np.asarray(self._words), consumer, self._pids)
+        self._ring = Ring(self.layout, np.asarray(self._memory), consumer, self._pids)
 
     def find_unit(self, position: int) -> int:
         """Return the number of the first unit that starts at or after a position."""
@@ -442,14 +442,15 @@ class _LoaderPool:
         layout = config.layout
         shapes = [((layout.n_slots * layout.unit_rows, *shape), np.dtype(dtype)) for shape, dtype in config.array_specs]
         files = []
-        nbytes = layout.nbytes + sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
+        ring_nbytes = layout.dtype.itemsize
+        nbytes = ring_nbytes + sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
         try:
             check_free_memory(nbytes)
-            for shape, dtype in [((layout.nbytes,), np.dtype(np.uint8)), *shapes]:
+            for shape, dtype in [((ring_nbytes,), np.dtype(np.uint8)), *shapes]:
                 array, file = _allocate_array(shape, dtype, in_session)
                 self.data.append(array)
                 files.append(file)
-            self.words = self.data.pop(0)
+            self.ring_memory = self.data.pop(0)
             packed_config = pack_config(config)
         except MemoryError as error:
             error.add_note(
@@ -458,7 +459,7 @@ class _LoaderPool:
                 "copied to shared memory, too: loading.npy() reads them from their files."
             )
             raise
-        self.ring = Ring(layout, np.asarray(self.words), 0, self.pids, is_initialized=False)
+        self.ring = Ring(layout, np.asarray(self.ring_memory), 0, self.pids, is_initialized=False)
         self._owner_socket, process_socket = socket.socketpair()
         _reap_abandoned()
         _pools.append((weakref.ref(self), self._owner, self.pids))

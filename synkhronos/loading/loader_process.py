@@ -75,7 +75,7 @@ def start_loader_process(
     ring_files: Sequence[io.FileIO],
     process_socket: socket.socket,
 ) -> int:
-    """Start loader process ``number``, and return its process id.  ``ring_files`` are those of words and arrays."""
+    """Start loader process ``number``, and return its process id.  ``ring_files`` are of the ring and its arrays."""
     config_file, config_nbytes = packed_config
     fds = [config_file.fileno(), process_socket.fileno(), *(file.fileno() for file in ring_files)]
     from_main_thread = threading.current_thread() is threading.main_thread()
@@ -94,8 +94,8 @@ def main() -> NoReturn:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, *JOB_SIGNALS})
     exit_with_parent(owner, from_main_thread)
     layout = RingLayout(*layout)
-    config_fd, socket_fd, words_fd, *array_fds = fds
-    memory = np.frombuffer(map_file(words_fd, layout.nbytes), np.uint8)
+    config_fd, socket_fd, ring_fd, *array_fds = fds
+    memory = np.frombuffer(map_file(ring_fd, layout.dtype.itemsize), np.uint8)
     ring = Ring(layout, memory, layout.n_consumers + number, [])
     try:
         head, *buffers = read_buffers(memoryview(map_file(config_fd, config_nbytes)).toreadonly())

@@ -114,7 +114,7 @@ def iterate_units(plan: ReadPlan, count: int, unit_rows: int) -> Iterator[tuple[
 
 
 class RingLayout(NamedTuple):
-    """Dimensions of a ring of ``n_slots`` units, each of ``unit_rows`` rows, and byte offsets of its parts."""
+    """Dimensions of a ring of ``n_slots`` units, each of ``unit_rows`` rows."""
 
     n_consumers: int
     n_loaders: int
@@ -122,30 +122,24 @@ class RingLayout(NamedTuple):
     unit_rows: int
 
     @property
-    def n_words(self) -> int:
-        """Number of 8-byte words."""
-        return 1 + len(ReadPlan._fields) + 2 * self.n_consumers + 3 * self.n_loaders + 2 * self.n_slots
-
-    @property
-    def reports_offset(self) -> int:
-        """Offset of the loader processes' failure reports."""
-        return self.n_words * 8
-
-    @property
-    def semaphores_offset(self) -> int:
-        """Offset of the semaphores."""
-        end_of_reports = self.reports_offset + self.n_loaders * _REPORT_NBYTES
-        return -(-end_of_reports // _SEMAPHORE_NBYTES) * _SEMAPHORE_NBYTES
-
-    @property
-    def status_offset(self) -> int:
-        """Offset of the rows' status bytes."""
-        return self.semaphores_offset + (self.n_consumers + self.n_loaders) * _SEMAPHORE_NBYTES
-
-    @property
-    def nbytes(self) -> int:
-        """Total size in bytes."""
-        return self.status_offset + self.n_slots * self.unit_rows
+    def dtype(self) -> np.dtype:
+        """Structured dtype of the ring's memory.  Semaphores come first, since they need an aligned address."""
+        n_consumers, n_loaders, n_slots, unit_rows = self
+        n_processes = n_consumers + n_loaders
+        words = {
+            "plan_number": 1,
+            "plan": len(ReadPlan._fields),
+            "filled": n_loaders,
+            "failed": n_loaders,
+            "sleeping": n_processes,
+            "skipped": n_consumers,
+            "freed": n_slots,
+            "unit_lengths": n_slots,
+        }
+        fields: list[Any] = [("semaphores", np.uint8, (n_processes, _SEMAPHORE_NBYTES))]
+        fields += [(name, np.uint64, (length,)) for name, length in words.items()]
+        fields += [("reports", np.uint8, (n_loaders, _REPORT_NBYTES)), ("row_status", np.uint8, (n_slots, unit_rows))]
+        return np.dtype(fields)
 
 
 class Ring:
@@ -165,35 +159,33 @@ class Ring:
     def __init__(
         self, layout: RingLayout, memory: np.ndarray, index: int, pids: list[int], is_initialized: bool = True
     ):
-        self.layout, self.index, self.pids, self._memory = layout, index, pids, memory
-        words = memoryview(memory[: layout.n_words * 8].data).cast("Q")
-        self._words, start = words, 1 + len(ReadPlan._fields)
-        n_consumers, n_loaders, n_slots, unit_rows = layout
-        fields = []
-        for n in (n_loaders, n_loaders, n_loaders + n_consumers, n_consumers, n_slots, n_slots):
-            fields.append(words[start : start + n])
-            start += n
-        self._filled, self._failed, self._sleeping, self._skipped, self._freed, self.unit_lengths = fields
-        self.row_status = memory[layout.status_offset : layout.nbytes].reshape(n_slots, unit_rows)
-        self._semaphores = [
-            Semaphore(memory, layout.semaphores_offset + i * _SEMAPHORE_NBYTES, is_initialized)
-            for i in range(n_consumers + n_loaders)
-        ]
+        self.layout, self.index, self.pids = layout, index, pids
+        self._fields = fields = memory.view(layout.dtype)
+        # Elements of memoryviews are built-in integers.
+        self._plan_number, self._plan, self._filled, self._failed = (
+            fields[name][0].data for name in ("plan_number", "plan", "filled", "failed")
+        )
+        self._sleeping, self._skipped, self._freed, self.unit_lengths = (
+            fields[name][0].data for name in ("sleeping", "skipped", "freed", "unit_lengths")
+        )
+        self.row_status = fields["row_status"][0]
+        n_consumers, n_processes = layout.n_consumers, layout.n_consumers + layout.n_loaders
+        self._semaphores = [Semaphore(row, 0, is_initialized) for row in fields["semaphores"][0]]
         self._fence_lock = threading.Lock()
         self._consumer_indexes = range(n_consumers)
-        self._loader_indexes = range(n_consumers, n_consumers + n_loaders)
+        self._loader_indexes = range(n_consumers, n_processes)
 
     # -- all processes ---------------------------------------------------------------------------------------
 
     @property
     def plan_number(self) -> int:
         """Number of the current plan."""
-        return self._words[0]
+        return self._plan_number[0]
 
     @property
     def plan(self) -> ReadPlan:
         """The current plan."""
-        return ReadPlan(*self._words[1 : 1 + len(ReadPlan._fields)])
+        return ReadPlan(*self._plan)
 
     def wait_until(
         self, is_ready: Callable[[], bool], on_poll: Callable[[], None], poll_seconds: float = POLL_SECONDS
@@ -228,9 +220,9 @@ class Ring:
     def start_plan(self, plan: ReadPlan) -> None:
         """Start a plan.  No consumer may hold a unit of the previous one."""
         for i, value in enumerate(plan):
-            self._words[1 + i] = value
+            self._plan[i] = value
         self._fence()
-        self._words[0] += 1
+        self._plan_number[0] += 1
         self._wake(self._loader_indexes)
 
     @property
@@ -295,11 +287,10 @@ class Ring:
 
     def _make_tag(self, unit: int) -> int:
         """Return a word: the current plan's number in its upper bits, and the number of a unit in its lower bits."""
-        return self._words[0] << _UNIT_BITS | unit
+        return self._plan_number[0] << _UNIT_BITS | unit
 
     def _read_report(self, loader: int) -> str:
-        start = self.layout.reports_offset + loader * _REPORT_NBYTES
-        text = bytes(self._memory[start : start + _REPORT_NBYTES]).split(b"\0", 1)[0].decode(errors="replace")
+        text = bytes(self._fields["reports"][0, loader]).split(b"\0", 1)[0].decode(errors="replace")
         return str(json.loads(text))
 
     # -- loader processes ------------------------------------------------------------------------------------
@@ -317,11 +308,10 @@ class Ring:
 
     def report_failure(self, loader: int, message: str, unit: int = 0, plan_number: int = -1) -> None:
         """Signal that a loader process can't write its share of a unit, or, without a plan, of any unit."""
-        start = self.layout.reports_offset + loader * _REPORT_NBYTES
         # JSON takes up to six bytes for a character.
         text = json.dumps(shorten_middle(message, _REPORT_NBYTES // 6 - 16), ensure_ascii=False)
         report = text.encode(errors="backslashreplace").ljust(_REPORT_NBYTES, b"\0")
-        self._memory[start : start + _REPORT_NBYTES] = np.frombuffer(report, np.uint8)
+        self._fields["reports"][0, loader] = np.frombuffer(report, np.uint8)
         self._fence()
         self._failed[loader] = _FAILED_AT_START if plan_number < 0 else plan_number << _UNIT_BITS | unit + 1
         self._wake(self._consumer_indexes)

@@ -1,9 +1,9 @@
 """Detection of user code that differs between the master and the workers.
 
 A pickle contains the name of a class or function, which the worker imports.  A worker has the code of the time of the
-fork.  If code was edited since, as by running a notebook's cell again or reloading a module, the worker has an old
-version of it, or none at all.  Each name is therefore sent with a digest, and a module whose digest differs on a worker
-is sent by value.
+fork.  The user may have edited code since, as by running a notebook's cell again or reloading a module.  The worker
+then has an old version of it, or none.  Each name is therefore sent with a digest, and a module whose digest differs on
+a worker is sent by value.
 
     master: UserCode.list_digests() --names, digests--> workers: find_outdated_modules() --modules--> send their code
 

@@ -228,10 +228,8 @@ class plateau:  # noqa: N801
 
     def __post_init__(self) -> None:
         self.rate, self.factor = check_positive(self.rate, "rate"), check_positive(self.factor, "factor")
-        self.patience, self.min_rate = (
-            check_at_least(self.patience, "patience", 1),
-            check_number(self.min_rate, "min_rate"),
-        )
+        self.patience = check_at_least(self.patience, "patience", 1)
+        self.min_rate = check_number(self.min_rate, "min_rate")
         self.initial_rate = self.rate
 
     @property

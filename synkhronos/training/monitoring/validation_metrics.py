@@ -48,11 +48,8 @@ def parse_metrics(validate: Any, inputs: Sequence[Any]) -> dict[str, Metric]:
         is_list = isinstance(validate, list) or isinstance(validate, tuple) and not _is_metric_with_op(validate)
         entries_by_name = {f"valid_{i}": entry for i, entry in enumerate(validate if is_list else [validate])}
     metrics = {name: _parse_metric(name, entry) for name, entry in entries_by_name.items()}
-    warn_of_varying_denominators(
-        {f"validate: {name}": m.expression for name, m in metrics.items() if m.op == "mean" and m.weight is None},
-        inputs,
-        3,
-    )
+    row_means = {name: m.expression for name, m in metrics.items() if m.op == "mean" and m.weight is None}
+    warn_of_varying_denominators({f"validate: {name}": mean for name, mean in row_means.items()}, inputs)
     return metrics
 
 

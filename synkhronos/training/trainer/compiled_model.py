@@ -41,13 +41,8 @@ class CompiledModel:
         schedule: Schedule,
         metrics: dict[str, Metric],
     ):
-        self.graph, self.exchange_rule, self.learning_rate, self.schedule = (
-            graph,
-            exchange_rule,
-            learning_rate,
-            schedule,
-        )
-        self.metrics = metrics
+        self.graph, self.exchange_rule, self.metrics = graph, exchange_rule, metrics
+        self.learning_rate, self.schedule = learning_rate, schedule
         variables = VariablesByRole.from_graph(graph, graph.params, exchange_rule)
         self.validation = _compile_validation(graph, metrics) if metrics else None
         self.joint_step: TrainFunction | None = None

@@ -74,12 +74,8 @@ class LocalBatchLoop(TrainerBatchLoop):
         reader = make_loss_reader(step.wait_for_outputs, plan.has_loss_weight)
         meter = Meter(context.number, plan.recorders, reader, launch_shapes, state.step, lambda: context.wait_seconds)
         super().__init__(plan, source, meter, plan.batch_size, context.is_master)
-        self.context, self.exchange_rule, self.state, self.on_poll = (
-            context,
-            spec.exchange_rule,
-            state,
-            context.report_progress,
-        )
+        self.context, self.exchange_rule, self.state = context, spec.exchange_rule, state
+        self.on_poll = context.report_progress
         self._step, self._learning_rate, self._batch_counts = step, learning_rate, _SharedBatchCounts(batch_counts)
         self.periodic_exchange = PeriodicExchange(context, spec.exchange_rule, state, meter.seconds)
         #: Weights of the steps since the last exchange.

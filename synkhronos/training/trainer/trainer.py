@@ -119,8 +119,8 @@ class Trainer:
         epochs : int
             Total number of epochs, including those of earlier calls, and those before `resume`.
         seed : int
-            Seed of the shuffle.  The order of rows differs between epochs, and does not depend on the number of ranks,
-            except for `synkhronos.data_parts`, where it depends on the number of ranks of each host.
+            Seed of the shuffle.  The order of rows differs between epochs, and does not depend on the number of ranks.
+            That of `synkhronos.data_parts` depends on the number of ranks of each host.
         valid : pair, or Loader, optional
             Inputs and targets for which `validate` is computed at each report.
         every : int, optional

@@ -233,10 +233,8 @@ class TrainerReportLoop(ReportLoop):
         try:
             # A loader frees memory on the ranks, and data_parts may be loaded again.
             source = self.death_policy.run_idempotent(make_source) if is_joint else make_source()
-            self.interval_stop, position.order_key = (
-                data.round_up_to_step(position.epoch_position, self.interval_stop),
-                data.order_key,
-            )
+            self.interval_stop = data.round_up_to_step(position.epoch_position, self.interval_stop)
+            position.order_key = data.order_key
             plan = self._make_plan(min(self.interval_stop, position.epoch_position + self._count_rows_until_copy()))
             if is_joint:
                 results = [take_joint_steps(plan, source, self.model, self.death_policy)]

@@ -24,7 +24,7 @@ from synkhronos.training.checkpoints.checkpoint_folder import (
 )
 from synkhronos.training.checkpoints.compatibility import check_can_resume, describe_training
 from synkhronos.training.monitoring.best_cost import BestCost
-from synkhronos.training.monitoring.meter import RankTotals, resize_totals
+from synkhronos.training.monitoring.meter import RankTotals
 from synkhronos.training.schedules import Schedule
 from synkhronos.training.train_function.train_function import TrainFunction
 from synkhronos.training.trainer.epoch_data import EpochData, OrderKey
@@ -68,7 +68,7 @@ class TrainerState:
         self,
         spec: rank_state.RankStateSpec,
         update_rule: tuple[str, dict[str, Any]],
-        sharded_step: TrainFunction | None = None,
+        sharded_step: TrainFunction | None,
     ):
         self.spec, self.variables, self._sharded_step = spec, spec.variables, sharded_step
         if sharded_step is not None:
@@ -153,12 +153,11 @@ class TrainerState:
                 f"{_describe_partition(data.get_partition_key())}: the order of rows would be another; use a "
                 "checkpoint from the end of an epoch"
             )
-        totals = [RankTotals.from_json(entry) for entry in meta["outcomes"]]
         position = TrainerPosition(
             epoch=meta["epoch"],
             epoch_position=meta["row"],
             interval_start=meta["start"],
-            totals=resize_totals(totals, 1 if self.spec.is_joint else ranks.get_session().size),
+            totals=[RankTotals.from_json(entry) for entry in meta["outcomes"]],
             metrics=meta["metrics"],
             best_cost=BestCost.from_json(meta["stop"]),
             steps=meta["steps_taken"],

@@ -134,19 +134,19 @@ def _add_velocity(
     return changed
 
 
-def _document_velocity(example: str, result: float) -> Callable[[DecoratedFunction], DecoratedFunction]:
+def _document_velocity(result: float) -> Callable[[DecoratedFunction], DecoratedFunction]:
     """Return a decorator that adds the sections shared by `apply_momentum` and `apply_nesterov_momentum`."""
 
     def decorate(function: DecoratedFunction) -> DecoratedFunction:
         lines = [_UPDATES_DOC, format_hyperparameter(inspect.signature(function).parameters["momentum"], {})]
-        call = f"{function.__name__}(sgd(w**2, [w], learning_rate=0.25), {example})"
+        call = f"{function.__name__}(sgd(w**2, [w], learning_rate=0.25), [w], momentum=0.5)"
         add_docstring_sections(function, lines, _UPDATES_RETURNS_DOC, call, result)
         return function
 
     return decorate
 
 
-@_document_velocity("[w], momentum=0.5", 1.5)
+@_document_velocity(1.5)
 def apply_momentum(updates: Updates, params: Iterable[SharedVariable] | None = None, momentum: Scalar = 0.9) -> Updates:
     r"""Add the velocity of `momentum` to the steps of a rule.
 
@@ -161,7 +161,7 @@ def apply_momentum(updates: Updates, params: Iterable[SharedVariable] | None = N
     return _add_velocity(updates, params, momentum, _compute_polyak_step)
 
 
-@_document_velocity("[w], momentum=0.5", 0.75)
+@_document_velocity(0.75)
 def apply_nesterov_momentum(
     updates: Updates, params: Iterable[SharedVariable] | None = None, momentum: Scalar = 0.9
 ) -> Updates:
