@@ -56,8 +56,10 @@ class DeathPolicy:
     #: Number of steps per rank between two copies, where ranks take their own steps; None without copies.
     steps_per_copy: int | None = None
     max_steps_per_launch = sys.maxsize
-    #: Whether a death is recoverable: there is a copy of the state.
-    has_copy = False
+
+    def __init__(self) -> None:
+        #: Deaths since the last report, as in `Report.deaths`.
+        self.deaths: list[dict[str, Any]] = []
 
     def enable_recovery(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager within which training may continue after deaths."""
@@ -66,9 +68,6 @@ class DeathPolicy:
     def refresh_copy(self) -> None:
         """Copy the state again, as the user may have changed it."""
 
-    def adapt_steps_per_copy(self, seconds: float) -> None:
-        """Adapt `steps_per_copy` to the duration of its steps."""
-
     def run_idempotent(self, operation: Callable[[], T]) -> T:
         """Call an operation that may be repeated: one that leaves the state of ranks as it is, or sets a value."""
         return operation()
@@ -76,10 +75,6 @@ class DeathPolicy:
     def run_update(self, operation: Callable[[], T], steps: int = 0) -> T:
         """Call an operation that changes the state of ranks, and takes ``steps`` joint steps."""
         return operation()
-
-    def take_deaths(self) -> list[dict[str, Any]]:
-        """Return the deaths since the last call, for a report."""
-        return []
 
 
 class RecoveryPolicy(DeathPolicy):
@@ -92,11 +87,10 @@ class RecoveryPolicy(DeathPolicy):
     max_steps_per_launch = 1  # after a death the whole launch is repeated
 
     def __init__(self, state: TrainerState, ranks_have_own_state: bool, max_deaths: int):
+        super().__init__()
         self._session = ranks.get_session()
         self._state, self._ranks_have_own_state = state, ranks_have_own_state
         self._death_limit = DeathLimit(max_deaths)
-        #: Deaths since `take_deaths` was last called, as in `Report.deaths`.
-        self.deaths: list[dict[str, Any]] = []
         #: Number of steps taken before the present copy: joint steps, or steps of the master.
         self.step = 0
         self.steps_per_copy = 1
@@ -104,7 +98,9 @@ class RecoveryPolicy(DeathPolicy):
         self._shared_values: dict[str, np.ndarray] = {}
         #: Variables of the sharded optimizer, gathered from all ranks.
         self._sharded_optimizer: np.ndarray | None = None
-        self._has_trained = self.has_copy = False
+        self._has_trained = False
+        #: Whether a death is recoverable: there is a copy of the state.
+        self.has_copy = False
         #: Number of ranks for which the exchange rule's shared arrays were made.
         self._n_ranks = self._session.size
 
@@ -120,7 +116,11 @@ class RecoveryPolicy(DeathPolicy):
                 self._recover(error, began)
 
     def run_update(self, operation: Callable[[], T], steps: int = 0) -> T:
-        """Call an operation that changes the state of ranks, then copy the state.  Repeat both after a death."""
+        """Call an operation that changes the state of ranks, then copy the state.  Repeat both after a death.
+
+        If the ranks took their own steps, adapt `steps_per_copy` such that the next ones take about a second.
+        """
+        began, step_before = time.perf_counter(), self.step
 
         def call() -> T:
             result = operation()
@@ -128,6 +128,9 @@ class RecoveryPolicy(DeathPolicy):
             return result
 
         result = self.run_idempotent(call)
+        if self.step > step_before:  # `_copy_state` counts the steps that ranks take alone
+            seconds = time.perf_counter() - began
+            self.steps_per_copy = adapt_interval_steps(self.steps_per_copy, seconds, _COPY_INTERVAL_SECONDS)
         self.step += steps
         self._death_limit.restart_counts()
         return result
@@ -137,15 +140,6 @@ class RecoveryPolicy(DeathPolicy):
         if self._session.has_kept_memory:  # the user's code has caught the error of a death
             self._recover(RuntimeError(self._session.close_reason), time.perf_counter())
         self.run_idempotent(self._copy_state)
-
-    def take_deaths(self) -> list[dict[str, Any]]:
-        """Return the deaths since the last call, for a report."""
-        deaths, self.deaths = self.deaths, []
-        return deaths
-
-    def adapt_steps_per_copy(self, seconds: float) -> None:
-        """Set `steps_per_copy` such that its steps take about a second.  ``seconds`` is their last duration."""
-        self.steps_per_copy = adapt_interval_steps(self.steps_per_copy, seconds, _COPY_INTERVAL_SECONDS)
 
     @contextlib.contextmanager
     def enable_recovery(self) -> Iterator[None]:

@@ -13,7 +13,6 @@ import itertools
 import math
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,16 +174,14 @@ class TrainerReportLoop(ReportLoop):
 
     def _train_until_copy(self) -> tuple[int, list[RankTotals]]:
         """Let ranks take their own steps until the next copy of their state, and copy it; repeat both after a death."""
-        began, attempts = time.perf_counter(), itertools.count()
+        attempts = itertools.count()
 
         def attempt() -> tuple[int, list[RankTotals]]:
             if next(attempts):
                 self._remove_later_records(self.position.n_rows_seen)
             return self._train_segment()
 
-        result = self.death_policy.run_update(attempt)
-        self.death_policy.adapt_steps_per_copy(time.perf_counter() - began)
-        return result
+        return self.death_policy.run_update(attempt)
 
     def _count_rows_until_copy(self) -> int:
         """Count the rows until the next copy of the ranks' state, where ranks take their own steps."""
@@ -329,7 +326,7 @@ class TrainerReportLoop(ReportLoop):
         position.epoch_position = position.interval_start = 0 if is_epoch_over else self.interval_stop
         position.epoch += is_epoch_over
         position.n_rows_of_earlier_epochs += self.data.n_epoch_rows if is_epoch_over else 0
-        report.deaths = self.death_policy.take_deaths()
+        report.deaths, self.death_policy.deaths = self.death_policy.deaths, []
         for recorder in self.recorders:
             recorder.write(report.to_record())
 
