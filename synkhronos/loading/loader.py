@@ -442,11 +442,10 @@ class _LoaderPool:
         layout = config.layout
         shapes = [((layout.n_slots * layout.unit_rows, *shape), np.dtype(dtype)) for shape, dtype in config.array_specs]
         files = []
-        ring_nbytes = layout.dtype.itemsize
-        nbytes = ring_nbytes + sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
+        nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
         try:
             check_free_memory(nbytes)
-            for shape, dtype in [((ring_nbytes,), np.dtype(np.uint8)), *shapes]:
+            for shape, dtype in [((layout.dtype.itemsize,), np.dtype(np.uint8)), *shapes]:
                 array, file = _allocate_array(shape, dtype, in_session)
                 self.data.append(array)
                 files.append(file)
