@@ -20,6 +20,7 @@ from library import tensor as T
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.engines.lazy import Result
+from synkhronos.graph_libraries import get_library
 from synkhronos.ranks import Command
 
 pytestmark = ON_GPUS
@@ -243,6 +244,18 @@ def test_scatter_add_of_many_rows_to_few_effects_equals_numpy(width, two_ranks_p
     expected = np.zeros_like(values)
     np.add.at(expected, picked, 2 * values[picked] * weight)
     np.testing.assert_allclose(f(picked, weight, values), expected, rtol=1e-9)
+
+
+@needs_jax
+@needs_real_gpus
+def test_waiting_for_an_array_waits_for_the_gpu(two_ranks_per_test):
+    w = shared(np.full((4000, 4000), 1 / 4000, "float32"), "w")
+    multiply = synk.function([], [], updates=[(w, w.dot(w))])
+    for _ in range(20):
+        multiply()  # takes longer on the GPU than in the host
+    GPU_DEVICE.wait([get_library(w).borrow_value(w)])
+    driver = GPU_DEVICE.staging.driver
+    assert driver.cuStreamQuery(GPU_DEVICE.stream) == (driver.CUresult.CUDA_SUCCESS,)
 
 
 @needs_jax

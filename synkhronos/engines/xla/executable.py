@@ -200,12 +200,8 @@ class Executable(Runner):
         return results
 
     def wait(self, results: Sequence[Any]) -> None:
-        import jax
-
         logs = [] if self._scalar_log is None else self._scalar_log.storages
-        jax.block_until_ready(
-            [*(r for r in results if JAX.owns(r)), *(storage[0] for storage in (*self._updated_storages, *logs))]
-        )
+        JAX.wait([*results, *(storage[0] for storage in (*self._updated_storages, *logs))])
 
     def _pop_results(self) -> list[Any]:
         """Return the outputs of the last launch, and clear their storages."""

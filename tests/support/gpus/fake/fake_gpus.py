@@ -89,6 +89,7 @@ def install():
     JaxDevice.requirements = {}
     JaxDevice.open_gpu = start
     JaxDevice.get_address = lambda self, array: int(array.block_until_ready().unsafe_buffer_pointer())
+    JaxDevice._order_copies_after = lambda self, array: array.block_until_ready()
     JaxDevice._compute_stream = ComputeStream(cuda.core.XLA_STREAM, True)
     # Streams are synchronous here, but XLA is not, so its launches are waited for.
     launched = JaxDevice.after_launch
