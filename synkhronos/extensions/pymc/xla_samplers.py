@@ -30,11 +30,10 @@ import numpy as np
 
 from synkhronos import ranks
 from synkhronos.engines.xla.spmd_program import SpmdProgram, get_jax_settings, map_sequentially
-from synkhronos.extensions.pymc.xla_sums import RankSumGraph, register_lowerings, replace_sums
-from synkhronos.extensions.rows_sum import DistributedSum
+from synkhronos.extensions.pymc.xla_sums import register_lowerings, replace_sums
 from synkhronos.patching import replace_attribute
 from synkhronos.ranks import Command, Rank
-from synkhronos.replication.replicator import Replicator, distribute_variables
+from synkhronos.replication.replicator import Replicator
 
 _PYMC_JAX_MODULE = "pymc.sampling.jax"
 #: Samplers, and the sign of the log-density in the function that PyMC passes to each.
@@ -83,14 +82,8 @@ def _sample_on_ranks(name: str, arguments: dict[str, Any]) -> tuple[Any, Any, Mo
     """Run PyMC's function for a sampler on all ranks.  Return the master's draws and statistics, and the library."""
     model = arguments["model"]
     session = ranks.get_session()
-
-    def make_graph(distributed_sum: DistributedSum) -> RankSumGraph:
-        distributed_sum.scatter_rows()
-        inputs, total, shareds = distributed_sum.make_local_graph()
-        return RankSumGraph(inputs, total, distributed_sum.float_positions, distribute_variables(session, shareds))
-
     (logp,) = sys.modules[_PYMC_JAX_MODULE]._replace_shared_variables([model.logp()])
-    signed_logp = replace_sums(_LOGP_SIGNS[name] * logp, make_graph)
+    signed_logp = replace_sums(_LOGP_SIGNS[name] * logp, session)
     other_arguments = {key: value for key, value in arguments.items() if key not in ("model", "logp_fn")}
     sampler_call = SamplerCall(name, list(model.value_vars), signed_logp, other_arguments, get_jax_settings())
     key = "sampler", next(_key_numbers)

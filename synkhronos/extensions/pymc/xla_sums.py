@@ -4,25 +4,31 @@ There are two lowerings of a sum to JAX::
 
     in an SPMD program    `SpmdSums`     each rank adds its rows, and the program makes the all-reduce
     in this process       `SumOverRows`  XLA calls Python, which calls the ranks
+
+JAX can differentiate both.  The forward pass computes the gradients with the sums, so that they need one all-reduce, or
+one call of Python.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from pytensor.graph.basic import Apply, Variable
 from pytensor.graph.op import Op
 
 from synkhronos.engines.xla.spmd_program import SpmdProgram
-from synkhronos.extensions.rows_sum import DistributedSum, SumOverRows
+from synkhronos.extensions.rows_sum import SumOverRows
 from synkhronos.extensions.rows_sum_graph import replace_variables
 from synkhronos.graph_libraries import get_library
 from synkhronos.graph_libraries.library import get_storage
-from synkhronos.lowering.differentiable_sums import fuse_sums, make_callback_sum
+from synkhronos.ranks import Session
+from synkhronos.replication.replicator import distribute_variables
 from synkhronos.variable_types import Array, FunctionGraph, Node
 
-__all__ = ["RankSumGraph", "SpmdSums", "register_lowerings", "replace_sums"]
+__all__ = ["SpmdSums", "register_lowerings", "replace_sums"]
 
 
 class RankSumGraph(NamedTuple):
@@ -62,8 +68,8 @@ class SpmdSums(Op):
         return False
 
 
-def replace_sums(variable: Variable, make_graph: Callable[[DistributedSum], RankSumGraph]) -> Any:
-    """Replace each `SumOverRows` in a graph by a `SpmdSums`.
+def replace_sums(variable: Variable, session: Session) -> Any:
+    """Replace each `SumOverRows` in a graph by a `SpmdSums` of rows on this session's ranks.
 
     Sums that do not depend on each other are one node, and so make one all-reduce.  The order of several all-reduces
     then follows from the data.
@@ -80,10 +86,16 @@ def replace_sums(variable: Variable, make_graph: Callable[[DistributedSum], Rank
             dependent.update(node.outputs)
         if not sum_nodes:
             return variable
-        op = SpmdSums([make_graph(node.op.sum) for node in sum_nodes])
+        op = SpmdSums([_make_graph(node.op, session) for node in sum_nodes])
         results = op(*[value for node in sum_nodes for value in node.inputs], return_list=True)
         replacements = {node.outputs[0]: result for node, result in zip(sum_nodes, results, strict=True)}
         variable = replace_variables(variable, nodes, replacements)
+
+
+def _make_graph(op: SumOverRows, session: Session) -> RankSumGraph:
+    op.sum.scatter_rows()
+    inputs, total, shareds = op.sum.make_local_graph()
+    return RankSumGraph(inputs, total, op.sum.float_positions, distribute_variables(session, shareds))
 
 
 def register_lowerings() -> None:
@@ -96,6 +108,9 @@ def register_lowerings() -> None:
 
 def _lower_spmd_sums(op: SpmdSums, **_: Any) -> Callable[..., Any]:
     """Return the sums as a function of JAX arrays."""
+    import jax
+    import jax.numpy as jnp
+
     program = SpmdProgram.current
     if program is None:
         raise RuntimeError("SpmdSums can be lowered to JAX only in an SPMD program")
@@ -104,16 +119,96 @@ def _lower_spmd_sums(op: SpmdSums, **_: Any) -> Callable[..., Any]:
         rows = [get_storage(program.rank.get_object(key))[0] for key in graph.row_keys]
         compile_function = get_library(graph.total).function
         functions.append(program.compile_for_local_rows(compile_function, graph.inputs, graph.total, rows))
-    param_counts = [len(graph.inputs) - len(graph.row_keys) for graph in op.graphs]
-    return fuse_sums(functions, param_counts, [graph.float_positions for graph in op.graphs], program.all_reduce)
+    bounds = list(itertools.accumulate([len(graph.inputs) - len(graph.row_keys) for graph in op.graphs], initial=0))
+    sum_by_position = {bounds[i] + k: i for i, graph in enumerate(op.graphs) for k in graph.float_positions}
+
+    def add_local_rows(*params: Any) -> tuple[Any, ...]:
+        return tuple(f(*params[bounds[i] : bounds[i + 1]]) for i, f in enumerate(functions))
+
+    def differentiate_local_rows(*params: Any) -> Sequence[Any]:
+        def add_all(*params: Any) -> Any:
+            sums = add_local_rows(*params)
+            return sum(sums), sums  # each parameter is that of one sum
+
+        if not sum_by_position:
+            return add_local_rows(*params)
+        (_, sums), gradients = jax.value_and_grad(add_all, tuple(sum_by_position), has_aux=True)(*params)
+        return *sums, *gradients
+
+    def reduce_all(values: Sequence[Any]) -> list[Any]:
+        dtype = jnp.result_type(*values)
+        vector = program.all_reduce(jnp.concatenate([jnp.ravel(value).astype(dtype) for value in values]))
+        parts = jnp.split(vector, np.cumsum([value.size for value in values])[:-1].tolist())
+        return [part.reshape(v.shape).astype(v.dtype) for part, v in zip(parts, values, strict=True)]
+
+    compute = _make_differentiable(
+        lambda *params: reduce_all(add_local_rows(*params)),
+        lambda *params: reduce_all(differentiate_local_rows(*params)),
+        sum_by_position,
+    )
+    return compute if len(functions) > 1 else lambda *params: compute(*params)[0]
 
 
 def _lower_sum_over_rows(op: SumOverRows, **_: Any) -> Callable[..., Any]:
     """Return a sum as a function of JAX arrays that calls the ranks from this process."""
+    import jax
+
     distributed_sum = op.sum
-    return make_callback_sum(
-        distributed_sum.compute_value,
-        distributed_sum.compute_value_and_gradients,
-        distributed_sum.total.type.dtype,
-        distributed_sum.float_positions,
+
+    def call(compute: Callable[..., Any], result_specs: Any, params: Sequence[Any]) -> Any:
+        # NumPy arrays, so that callbacks compute on the CPU: a GPU is blocked until the callback has returned.
+        return jax.pure_callback(
+            lambda *p: compute([np.asarray(param) for param in p]), result_specs, *params, vmap_method="sequential"
+        )
+
+    def list_specs(params: Sequence[Any], positions: Sequence[int]) -> list[Any]:
+        total = distributed_sum.total.type
+        return [
+            jax.ShapeDtypeStruct((), total.dtype),
+            *(jax.ShapeDtypeStruct(params[i].shape, params[i].dtype) for i in positions),
+        ]
+
+    compute = _make_differentiable(
+        lambda *params: call(lambda p: [distributed_sum.compute_value(p)], list_specs(params, []), params),
+        lambda *params: call(
+            distributed_sum.compute_value_and_gradients, list_specs(params, distributed_sum.float_positions), params
+        ),
+        dict.fromkeys(distributed_sum.float_positions, 0),
     )
+    return lambda *params: compute(*params)[0]
+
+
+def _make_differentiable(
+    compute_sums: Callable[..., Sequence[Any]],
+    compute_sums_and_gradients: Callable[..., Sequence[Any]],
+    sum_by_position: Mapping[int, int],
+) -> Callable[..., tuple[Any, ...]]:
+    """Return a function that computes sums from JAX arrays, and that JAX can differentiate.
+
+    ``sum_by_position`` maps the position of each parameter with a gradient to the number of its sum.  The gradients are
+    those of these parameters, in this order.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    @jax.custom_vjp
+    def compute(*params: Any) -> tuple[Any, ...]:
+        return tuple(compute_sums(*params))
+
+    def forward(*params: Any) -> tuple[Any, Any]:
+        results = compute_sums_and_gradients(*params)
+        n_sums = len(results) - len(sum_by_position)
+        return tuple(results[:n_sums]), (results[n_sums:], params)
+
+    def backward(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+        gradients, params = residuals
+        gradient_by_position = dict(zip(sum_by_position, gradients, strict=True))
+        return tuple(
+            cotangents[sum_by_position[i]] * gradient_by_position[i]
+            if i in sum_by_position
+            else np.zeros(np.shape(param), jax.dtypes.float0)
+            for i, param in enumerate(params)
+        )
+
+    compute.defvjp(forward, backward)
+    return lambda *params: compute(*map(jnp.asarray, params))
