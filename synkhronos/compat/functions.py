@@ -135,16 +135,7 @@ def with_numpy_output_linker(mode: Any) -> Any:
     return Mode(NumpyOutputLinker(), resolved_mode.provided_optimizer) if is_jax else mode
 
 
-def get_value(self: SharedVariable, borrow: bool = False, return_internal_type: bool = False) -> Any:
-    """Return a shared variable's value.  A JAX array becomes a NumPy array, unless the internal type is requested."""
-    value = self.container.data
-    if return_internal_type or not type(value).__module__.startswith("jax"):
-        return synced_values.get_value(self, borrow, return_internal_type)
-    return np.array(value)
-
-
 def patch_pytensor() -> None:
     """Patch PyTensor: JAX mode and ``get_value`` return NumPy arrays, and values have a method ``sync``."""
     predefined_modes["JAX"] = with_numpy_output_linker(predefined_modes["JAX"])
     synced_values.add_sync_method(Container, SharedVariable)
-    SharedVariable.get_value = get_value

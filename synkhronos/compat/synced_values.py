@@ -59,8 +59,13 @@ def _to_plain_array(value: Any) -> Any:
 
 
 def get_value(self: Any, borrow: bool = False, return_internal_type: bool = False) -> Any:
-    """Return a shared variable's value without a method ``sync``."""
+    """Return a shared variable's value without a method ``sync``.
+
+    A JAX array becomes a NumPy array, unless the internal type is requested.
+    """
     value = self.container.data
+    if type(value).__module__.startswith("jax") and not return_internal_type:
+        return np.array(value)
     return value if borrow else copy.deepcopy(value)
 
 

@@ -21,7 +21,7 @@ from synkhronos.data_objects import Data
 from synkhronos.data_objects.array import ReadOnlyData
 from synkhronos.data_objects.rows import get_share_bounds
 from synkhronos.devices import NUMPY, Device
-from synkhronos.extensions.row_slices import SlicedSum, compute_queued_slice_bounds, compute_slice_bounds_by_rank
+from synkhronos.extensions.row_slices import compute_queued_slice_bounds, compute_slice_bounds_by_rank
 from synkhronos.graph_libraries import get_library
 from synkhronos.ranks import Command, Rank, Session
 from synkhronos.replication.replicator import distribute_variables
@@ -91,10 +91,10 @@ class DistributedRows:
         """Session whose ranks have the rows, or None if there is none."""
         return None if self._session is None else self._session()
 
-    def ensure_scattered(self, session: Session, device: Device, distributed_sum: SlicedSum) -> bool:
+    def ensure_scattered(self, session: Session, device: Device, distributed_sum: Any) -> bool:
         """Scatter the rows if they or the session have changed since the last call; return whether they were scattered.
 
-        ``device`` computes the functions of ``distributed_sum``, whose rows these are.
+        ``device`` computes the functions of ``distributed_sum``, the `rows_sum.DistributedSum` whose rows these are.
         """
         arrays = self._list_arrays()
         # The process of a chain only samples, so its copies of the arrays do not change.
@@ -146,8 +146,8 @@ class LoadInheritedRows(Command):
 
     #: Keys of the shared variables among the ranks' objects.
     keys: tuple[Any, ...]
-    #: Its pickle is a reference: the workers, forks of this process, have inherited the object.
-    distributed_sum: SlicedSum
+    #: A `rows_sum.DistributedSum`.  Its pickle is a reference: the workers, forks of this process, have inherited it.
+    distributed_sum: Any
 
     def run(self, rank: Rank) -> None:
         """Put views of this rank's rows into the variables' containers, or copies where rows are not contiguous."""

@@ -17,7 +17,7 @@ import io
 import os
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,7 +32,6 @@ from synkhronos.replication.replicator import distribute_variables
 
 __all__ = [
     "PreparedSum",
-    "SlicedSum",
     "create_slice_queue",
     "compute_queued_slice_bounds",
     "compute_slice_bounds_by_rank",
@@ -123,23 +122,6 @@ def _get_slice_queue() -> SliceQueue:
     return _slice_queue
 
 
-class SlicedRows(Protocol):
-    """The rows of a sum.  `synkhronos.extensions.distributed_rows` implements it."""
-
-    shareds: list[Any]
-    slice_bounds: list[int]
-    inherited_rows: list[Any]
-    ranks_have_all_rows: bool
-
-
-class SlicedSum(Protocol):
-    """A sum whose pickle is a reference, as rank processes have inherited it.  `rows_sum` implements it."""
-
-    @property
-    def rows(self) -> SlicedRows:
-        """Rows of the sum."""
-
-
 class _ComputeSlicesFields(NamedTuple):
     """Fields of `ComputeSlices`; a named tuple cannot have a second base class."""
 
@@ -150,8 +132,8 @@ class _ComputeSlicesFields(NamedTuple):
     bounds: tuple[int, ...]
     #: Keys of the shared variables with the rows.
     row_keys: tuple[Any, ...]
-    #: The sum, if each rank has inherited all of its rows; None if a rank has only its share.
-    distributed_sum: SlicedSum | None
+    #: The `rows_sum.DistributedSum`, if each rank has inherited all of its rows; None if a rank has only its share.
+    distributed_sum: Any
 
 
 class ComputeSlices(_ComputeSlicesFields, Command):
@@ -197,7 +179,7 @@ class PreparedSum:
     """A function of the rows that all ranks have compiled, prepared for many calls with arguments of the same shapes.
 
     The session's call lock is held.  ``arguments`` are the arguments of the first call.  The function reads the rows of
-    ``distributed_sum``, and its result is a scalar or a vector of ``result_size`` elements.
+    a `rows_sum.DistributedSum`.  Its result is a scalar or a vector of ``result_size`` elements.
     """
 
     def __init__(
@@ -206,7 +188,7 @@ class PreparedSum:
         dispatcher: Dispatcher,
         arguments: Sequence[np.ndarray],
         result_size: int,
-        distributed_sum: SlicedSum,
+        distributed_sum: Any,
     ):
         rows = distributed_sum.rows
         self._session, self._dispatcher = session, dispatcher

@@ -274,10 +274,6 @@ class DistributedSum:
         """Return the sum at a point."""
         return self.evaluate(params, self._evaluates_gradients)[0]
 
-    def compute_value_and_gradients(self, params: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Return the sum at a point, followed by its gradient with respect to each float parameter."""
-        return self.evaluate(params, with_gradients=True)
-
     def compute_hessian_product(
         self, params: Sequence[np.ndarray], directions: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
@@ -287,7 +283,10 @@ class DistributedSum:
             return self._call_ranks(self._product_function, [*params, *directions], directions)
 
     def evaluate(self, params: Sequence[np.ndarray], with_gradients: bool) -> list[np.ndarray]:
-        """Return the value at a point and, optionally, the gradients, from the cache if it is the last point."""
+        """Return the sum at a point and, optionally, its gradient with respect to each float parameter.
+
+        At the last point, the results come from a cache.
+        """
         with warn_of_ignored_errors():
             if self.remote_evaluator is None or not is_foreign_thread():
                 return self._evaluate_in_this_process(params, with_gradients)
@@ -488,7 +487,7 @@ class ValueAndGradients(_DistributedSumOp):
 
     def perform(self, node: Node, inputs: Sequence[Array], output_storage: list[list[Any]]) -> None:
         """Compute value and gradients on the ranks."""
-        for storage, result in zip(output_storage, self.sum.compute_value_and_gradients(inputs), strict=True):
+        for storage, result in zip(output_storage, self.sum.evaluate(inputs, with_gradients=True), strict=True):
             storage[0] = result
 
     def infer_shape(self, *arguments: Any) -> list[Any]:

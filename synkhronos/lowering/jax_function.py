@@ -106,7 +106,7 @@ def _convert_graph(graph: FunctionGraph) -> Callable[..., Any]:
     from pytensor.link.jax.dispatch import jax_funcify, jax_typify
     from pytensor.link.utils import fgraph_to_python
 
-    from synkhronos.lowering.linker import to_strong_array
+    from synkhronos.lowering.linker import to_graph_dtype
     from synkhronos.lowering.sum_rewrites import separate_statistics
 
     in_bfloat16 = is_bfloat16_requested()
@@ -127,7 +127,7 @@ def _convert_graph(graph: FunctionGraph) -> Callable[..., Any]:
         graph, convert, type_conversion_fn=jax_typify, fgraph_name="synkhronos_graph"
     )
     dtypes = [getattr(output.type, "dtype", None) for output in graph.outputs]
-    return lambda *inputs: tuple(map(to_strong_array, converted(*inputs) or (), dtypes))
+    return lambda *inputs: tuple(map(to_graph_dtype, converted(*inputs) or (), dtypes))
 
 
 def _cast(value: Any, dtype: str | None) -> Any:

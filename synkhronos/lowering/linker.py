@@ -45,7 +45,7 @@ class StaticLengthLinker(JAXLinker):
         if self._length_graph is not None:
             function = jax_funcify(self._length_graph.graph)
         dtypes = [getattr(output.type, "dtype", None) for output in fgraph.outputs]
-        return (lambda *inputs: tuple(map(_to_graph_dtype, function(*inputs), dtypes))) if dtypes else function
+        return (lambda *inputs: tuple(map(to_graph_dtype, function(*inputs), dtypes))) if dtypes else function
 
     def jit_compile(self, fn: Any) -> Any:
         """Compile a JAX function with the lengths as static arguments."""
@@ -68,29 +68,21 @@ class StaticLengthLinker(JAXLinker):
         return run
 
 
-def to_strong_array(value: Any, dtype: str | None) -> Any:
-    """Convert a Python number, or an array with a weak dtype, to an array with a strong dtype, unless that is None.
+def to_graph_dtype(value: Any, dtype: str | None) -> Any:
+    """Convert an output to an array of its dtype in the graph, unless that is None.
 
-    Lengths are Python integers within a graph.  The dtype of an array that was computed from numbers alone is "weak" in
-    JAX.  An update by such a value would change the variable's type, and JAX would compile the function again.
-    """
-    import jax
-    import jax.numpy as jnp
+    An update by a value of another type would change the variable's type, and JAX would compile the function again:
 
-    is_weak = isinstance(value, bool | int | float | complex) or getattr(value, "weak_type", False)
-    return jnp.asarray(value, jax.dtypes.canonicalize_dtype(dtype)) if is_weak and dtype is not None else value
-
-
-def _to_graph_dtype(value: Any, dtype: str | None) -> Any:
-    """Convert an output to its dtype in the graph, unless that is None.
-
-    JAX computes some float32 graphs in float64, such as the gradient of a norm.  An update would change the variable's
-    dtype.
+    - Lengths are Python numbers within a graph.
+    - The dtype of an array that was computed from numbers alone is "weak" in JAX.
+    - JAX computes some float32 graphs in float64, such as the gradient of a norm.
     """
     import jax
 
-    array = to_strong_array(value, dtype)
-    return array if dtype is None else array.astype(jax.dtypes.canonicalize_dtype(dtype))
+    if dtype is None:
+        return value
+    dtype = jax.dtypes.canonicalize_dtype(dtype)
+    return value.astype(dtype) if hasattr(value, "astype") else jax.numpy.asarray(value, dtype)
 
 
 def with_static_length_linker(mode: Mode) -> Any:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st  # noqa: E402
 from library import XLA, limit_examples  # noqa: E402
 
 import synkhronos as synk  # noqa: E402
-from synkhronos.extensions.attention import dot_product_attention  # noqa: E402
+from synkhronos.extensions import attention  # noqa: E402
+from synkhronos.extensions.attention import Attention, AttentionGradient, dot_product_attention  # noqa: E402
 from synkhronos.functions.computation import DEFAULT_VARIANT  # noqa: E402
-from synkhronos.lowering.attention_ops import Attention, AttentionGradient  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("rewrites")
 
@@ -134,8 +134,6 @@ def test_attention_calls_cudnn_only_for_supported_arguments(
     import jax
     import jax.numpy as jnp
 
-    from synkhronos.lowering import attention_ops
-
     device = SimpleNamespace(**({"compute_capability": capability} if capability else {}))
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     chosen = []
@@ -148,7 +146,7 @@ def test_attention_calls_cudnn_only_for_supported_arguments(
     query, key = (jax.ShapeDtypeStruct((2, n, 3, width), jnp.dtype(dtype)) for n in lengths)
     masks = [jax.ShapeDtypeStruct((1, 1, *lengths), bool)] * has_mask
     jax.eval_shape(
-        lambda *inputs: attention_ops._compute_attention_vjp(Attention(None, True), *inputs)[0], query, key, key, *masks
+        lambda *inputs: attention._compute_attention_vjp(Attention(None, True), *inputs)[0], query, key, key, *masks
     )
     assert chosen == ["cudnn" if expected else None]
 

@@ -1212,7 +1212,7 @@ def test_import_works_without_pymc():
     script = """
         import sys
         sys.modules["pymc"] = None
-        import synkhronos.extensions.pymc, synkhronos.extensions.rows_sum, synkhronos.extensions.pymc.rowwise
+        import synkhronos.extensions.pymc, synkhronos.extensions.rows_sum, synkhronos.extensions.pymc.rowwise_rules
         try:
             synkhronos.extensions.pymc.data_parallel(None)
         except ImportError as error:

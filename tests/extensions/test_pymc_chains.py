@@ -242,7 +242,7 @@ class ThreadSampler:
         def evaluate(number):
             try:
                 results.put(
-                    [rows_sum.compute_value_and_gradients([np.full(3, 0.1 * number)]) for rows_sum in self.sums]
+                    [rows_sum.evaluate([np.full(3, 0.1 * number)], with_gradients=True) for rows_sum in self.sums]
                 )
             except BaseException as error:
                 results.put(error)
@@ -260,7 +260,7 @@ def test_threads_of_a_sampler_have_their_share_of_the_ranks(fork, list_started, 
     fork(5)
     parallel = data_parallel(build_small_model(X))
     sums = parallel.distributed_sums
-    expected = [sums[0].compute_value_and_gradients([np.full(3, 0.1 * number)]) for number in range(2)]
+    expected = [sums[0].evaluate([np.full(3, 0.1 * number)], with_gradients=True) for number in range(2)]
     ThreadSampler(sums, monkeypatch)
     arguments = {"sampler": "nutpie", "model": parallel, "chains": 2, "cores": 2}
     chains = sorted(mcmc._sample_external_nuts(**arguments), key=lambda chain: -chain[0][0])

@@ -12,8 +12,8 @@ import pytensor.tensor as pt  # noqa: E402
 from pytensor import sparse  # noqa: E402
 
 from synkhronos.extensions.distributed_rows import ComputedRows, get_rows  # noqa: E402
-from synkhronos.extensions.pymc.row_restrictor import NotRowwiseError  # noqa: E402
-from synkhronos.extensions.pymc.rowwise import make_rowwise  # noqa: E402
+from synkhronos.extensions.pymc.row_restrictor import NotRowwiseError, make_rowwise  # noqa: E402
+from synkhronos.extensions.pymc.rowwise_rules import RULES  # noqa: E402
 
 N = 9
 RNG = np.random.default_rng(2)
@@ -76,6 +76,7 @@ GOOD = {
     "stacked": pt.stack([y, y * a], axis=1).sum(axis=1),
     "filled": pt.full((N,), a) * y + pt.zeros_like(y),
     "broadcast": pt.broadcast_to(a, (N,)) + y,
+    "a parameter's elements, one for each row": offsets[np.arange(N)] * y,
     "a choice": pt.switch(y > a, y, a),
     "standardized by all rows": ((x - x.mean(axis=0)) / x.std(axis=0)) @ w,
     "what depends on how many": y * a / y.shape[0],
@@ -93,7 +94,7 @@ GOOD = {
 @pytest.mark.parametrize("case", GOOD)
 def test_make_rowwise_of_some_rows_equals_the_whole(case):
     terms = GOOD[case]
-    rowwise, rows = make_rowwise(terms, N)
+    rowwise, rows = make_rowwise(terms, N, RULES)
     inputs = list(VALUES)
     whole = pytensor.function(inputs, terms, on_unused_input="ignore")(*VALUES.values())
     values = [get_rows(source) for source in rows.values()]
@@ -105,15 +106,15 @@ def test_make_rowwise_of_some_rows_equals_the_whole(case):
 
 
 def test_make_rowwise_finds_data_once():
-    _, rows = make_rowwise((x @ w - y) ** 2 + y, N)
+    _, rows = make_rowwise((x @ w - y) ** 2 + y, N, RULES)
     assert sorted(value.shape for value in rows.values()) == [(N,), (N, 3)]
-    _, rows = make_rowwise(shared_x @ w, N)
+    _, rows = make_rowwise(shared_x @ w, N, RULES)
     assert list(rows.values()) == [shared_x]
 
 
 def test_make_rowwise_picks_rows_of_current_values():
     x = pytensor.shared(X)
-    _, rows = make_rowwise((x @ w)[REVERSED][::-1], N)
+    _, rows = make_rowwise((x @ w)[REVERSED][::-1], N, RULES)
     (picked,) = rows.values()
     assert isinstance(picked, ComputedRows) and picked.sources == [x]
     x.set_value(X + 1)
@@ -122,7 +123,7 @@ def test_make_rowwise_picks_rows_of_current_values():
 
 def test_make_rowwise_folds_constants():
     terms = a * pt.gammaln(pt.exp(y) + 1) + y
-    rowwise, rows = make_rowwise(terms, N)
+    rowwise, rows = make_rowwise(terms, N, RULES)
     assert not any("Gammaln" in str(node.op) for node in pytensor.graph.traversal.applys_between([], [rowwise]))
     np.testing.assert_allclose(sorted(map(np.sum, rows.values())), sorted([Y.sum(), gammaln(np.exp(Y) + 1).sum()]))
 
@@ -130,7 +131,7 @@ def test_make_rowwise_folds_constants():
 def test_make_rowwise_computes_functions_of_data_from_current_values():
     x, y = pytensor.shared(X), pytensor.shared(Y)
     terms = a * pt.gammaln(pt.exp(y) + 1) + (x - x.mean(axis=0)) @ w + x @ w + y[::-1]
-    rowwise, rows = make_rowwise(terms, N)
+    rowwise, rows = make_rowwise(terms, N, RULES)
     assert not any("Gammaln" in str(node.op) for node in pytensor.graph.traversal.applys_between([], [rowwise]))
     assert x in rows.values()
     for length in (N, N + 2):
@@ -144,18 +145,18 @@ def test_make_rowwise_computes_functions_of_data_from_current_values():
 def test_make_rowwise_leaves_large_functions_of_data_to_the_ranks():
     """They would need more memory than the data."""
     y = pytensor.shared(Y)
-    _, rows = make_rowwise(pt.exp(y[:, None] * np.arange(1.0, 20)) @ (a * np.ones(19)), N)
+    _, rows = make_rowwise(pt.exp(y[:, None] * np.arange(1.0, 20)) @ (a * np.ones(19)), N, RULES)
     assert y in rows.values()
 
 
 def test_make_rowwise_ignores_constant_columns():
     holds, trials = pt.constant(Y > -100), pt.constant(np.full(N, 7))
-    rowwise, rows = make_rowwise(pt.switch(holds, y * a - trials, -np.inf), N)
+    rowwise, rows = make_rowwise(pt.switch(holds, y * a - trials, -np.inf), N, RULES)
     assert [values.dtype for values in rows.values()] == ["float64"]
     value = pytensor.function([a, *rows], rowwise, mode="FAST_COMPILE")(0.5, Y[:4])
     np.testing.assert_allclose(value, Y[:4] * 0.5 - 7)
     # It is folded if it has no rows.
-    rowwise, rows = make_rowwise(pt.switch(holds, a, -np.inf), N)
+    rowwise, rows = make_rowwise(pt.switch(holds, a, -np.inf), N, RULES)
     assert pytensor.function([a, *rows], rowwise, mode="FAST_COMPILE")(0.5, np.ones(4, bool)).tolist() == [0.5] * 4
 
 
@@ -188,4 +189,4 @@ BAD = {
 def test_make_rowwise_refuses_graphs_that_mix_rows(case):
     terms, length, message = BAD[case]
     with pytest.raises(NotRowwiseError, match=re.escape(message)):
-        make_rowwise(terms, length)
+        make_rowwise(terms, length, RULES)

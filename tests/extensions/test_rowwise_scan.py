@@ -12,8 +12,8 @@ from pytensor.scan.op import Scan  # noqa: E402
 from pytensor.scan.utils import until  # noqa: E402
 
 from synkhronos.extensions.distributed_rows import get_rows  # noqa: E402
-from synkhronos.extensions.pymc.row_restrictor import NotRowwiseError  # noqa: E402
-from synkhronos.extensions.pymc.rowwise import make_rowwise  # noqa: E402
+from synkhronos.extensions.pymc.row_restrictor import NotRowwiseError, make_rowwise  # noqa: E402
+from synkhronos.extensions.pymc.rowwise_rules import RULES  # noqa: E402
 from synkhronos.extensions.pymc.rowwise_scan import restrict_scan  # noqa: E402
 
 N, STEPS = 9, 4
@@ -127,7 +127,7 @@ GOOD = {
 @pytest.mark.parametrize("case", GOOD)
 def test_loop_over_some_rows_equals_the_whole(case):
     terms = GOOD[case]()
-    rowwise, rows = make_rowwise(terms, N, {Scan: restrict_scan})
+    rowwise, rows = make_rowwise(terms, N, {**RULES, Scan: restrict_scan})
     inputs, options = list(VALUES), {"on_unused_input": "ignore", "mode": PLAIN}
     whole = pytensor.function(inputs, terms, **options)(*VALUES.values())
     values = [get_rows(source) for source in rows.values()]
@@ -143,7 +143,7 @@ def find_loops(variable):
 
 
 def test_states_are_computed_by_one_loop():
-    rowwise, _ = make_rowwise(build_two_states(), N, {Scan: restrict_scan})
+    rowwise, _ = make_rowwise(build_two_states(), N, {**RULES, Scan: restrict_scan})
     assert len(find_loops(rowwise)) == 1
 
 
@@ -205,4 +205,4 @@ BAD = {
 def test_loops_that_mix_rows_are_refused(case):
     build, message = BAD[case]
     with pytest.raises(NotRowwiseError, match=re.escape(message)):
-        make_rowwise(build(), N, {Scan: restrict_scan})
+        make_rowwise(build(), N, {**RULES, Scan: restrict_scan})

@@ -201,7 +201,7 @@ class RectifiedBatchNormTrainGrad(_BatchNorm):
     """The gradient of ``max(y, 0)``, where y is `BatchNormTrain`'s first output.  Its last input is the shift.
 
     Both passes read x anyway, and compute the sign of y from it.  They neither read the rectifier's output, nor write a
-    gradient with zeros where y is negative.
+    gradient with zeros where y is negative.  Only JAX mode has this Op, so that NumPy need not compute it.
     """
 
     bfloat16_inputs = (0, 1)
@@ -210,13 +210,6 @@ class RectifiedBatchNormTrainGrad(_BatchNorm):
         """Return the node of `BatchNormTrainGrad`'s inputs and the shift."""
         node = BatchNormTrainGrad(self.axes).make_node(x, dy, scale, mean, invstd)
         return Apply(self, [*node.inputs, shift], [output.type() for output in node.outputs])
-
-    def compute(
-        self, x: np.ndarray, dy: np.ndarray, scale: np.ndarray, mean: np.ndarray, invstd: np.ndarray, shift: np.ndarray
-    ) -> tuple[np.ndarray, ...]:
-        """Mask the gradient, and compute as `BatchNormTrainGrad` does."""
-        dy = np.where((x - mean) * (scale * invstd) + shift <= 0, np.zeros((), dy.dtype), dy)
-        return BatchNormTrainGrad(self.axes).compute(x, dy, scale, mean, invstd)
 
 
 @node_rewriter([BatchNormTrainGrad])

@@ -36,8 +36,8 @@ from synkhronos import ranks
 from synkhronos.extensions.chains import can_fork_computation, find_chain, measure_evaluation_rate
 from synkhronos.extensions.pymc import chain_servers
 from synkhronos.extensions.pymc.logistic import simplify_logistic
-from synkhronos.extensions.pymc.row_restrictor import NotRowwiseError, RowRestrictor
-from synkhronos.extensions.pymc.rowwise import make_rowwise
+from synkhronos.extensions.pymc.row_restrictor import NotRowwiseError, RowRestrictor, make_rowwise
+from synkhronos.extensions.pymc.rowwise_rules import RULES
 from synkhronos.extensions.pymc.rowwise_scan import restrict_scan
 from synkhronos.extensions.pymc.xla_samplers import wrap_samplers
 from synkhronos.extensions.rows_sum import DistributedSum, SumOverRows
@@ -285,7 +285,7 @@ def _sum_rows_on_ranks(model: pm.Model, terms: Variable, shape: Any, name: str) 
     terms, rows = make_rowwise(
         simplify_logistic(terms),
         int(shape[0]),
-        {CheckParameterValue: restrict_check, MinibatchOp: _reject_minibatch, Scan: restrict_scan},
+        {**RULES, CheckParameterValue: restrict_check, MinibatchOp: _reject_minibatch, Scan: restrict_scan},
     )
     distributed_sum = _ModelSum(terms, rows, name, model.value_vars)
     return SumOverRows(distributed_sum)(*distributed_sum.params)

@@ -142,15 +142,6 @@ def _allocate_all_batches(node: Node, n_batch_dims: int) -> Any:
     return pt.alloc(value.dimshuffle(*range(n_batch_dims), *gap, *range(n_batch_dims, value.type.ndim)), *shape)
 
 
-def _restrict_take(restrictor: RowRestrictor, node: Node, axis: int) -> Any:
-    """Restrict ``values[index]``, with a vector of row numbers."""
-    values, index = node.inputs
-    if axis:
-        return node.op(restrictor.restrict(values, axis), index)
-    picked = restrictor.restrict_picked(values, 0, index)
-    return node.op(values, restrictor.restrict(index, 0)) if picked is None else picked
-
-
 def _restrict_advanced_subtensor(restrictor: RowRestrictor, node: Node, axis: int) -> Any:
     """Restrict ``values[:, a, b]``: full slices, adjacent index arrays, then possibly full slices."""
     values, *operands = node.inputs
@@ -180,6 +171,7 @@ def _restrict_advanced_subtensor(restrictor: RowRestrictor, node: Node, axis: in
         if (
             array_axis >= 0
             and position == 0
+            and (len(arrays) > 1 or not isinstance(array, Constant))  # a constant index alone has rows as any other
             and restrictor.length > 1
             and _is_arange(array, array_axis, restrictor.length)
         ):
@@ -463,5 +455,5 @@ RULES: dict[type, RowwiseRule] = {
     OpFromGraph: _restrict_op_from_graph,
 }
 if hasattr(subtensor, "AdvancedSubtensor1"):  # gone in newer versions
-    RULES[subtensor.AdvancedSubtensor1] = _restrict_take
+    RULES[subtensor.AdvancedSubtensor1] = _restrict_advanced_subtensor
     RULES[subtensor.AdvancedIncSubtensor1] = _restrict_advanced_inc_subtensor

@@ -171,7 +171,9 @@ def _lower_sum_over_rows(op: SumOverRows, **_: Any) -> Callable[..., Any]:
     compute = _make_differentiable(
         lambda *params: call(lambda p: [distributed_sum.compute_value(p)], list_specs(params, []), params),
         lambda *params: call(
-            distributed_sum.compute_value_and_gradients, list_specs(params, distributed_sum.float_positions), params
+            lambda p: distributed_sum.evaluate(p, with_gradients=True),
+            list_specs(params, distributed_sum.float_positions),
+            params,
         ),
         dict.fromkeys(distributed_sum.float_positions, 0),
     )
