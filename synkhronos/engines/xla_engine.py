@@ -36,7 +36,7 @@ class XlaEngine(LazyEngine):
         self, library: GraphLibrary, function: CompiledFunction, n_inputs: int, allows_opaque_outputs: bool
     ) -> Runner:
         """Make an executable, which returns scalars as log entries if outputs may be any objects."""
-        return Executable([JaxFunction(function, n_inputs, JAX)], logs_scalars=allows_opaque_outputs)
+        return Executable([JaxFunction(function, n_inputs)], logs_scalars=allows_opaque_outputs)
 
     def fuse_step(
         self, rank: Rank, gradient: Runner, exchange: GradientExchange, updates: Sequence[Runner], n_repeats: int

@@ -2,13 +2,7 @@
 
 PyMC forks one process for each chain.  Such a process is a copy of the master, but cannot use the master's ranks.  At
 its first evaluation it starts ranks of its own: the master's number of ranks, divided by the number of chains that run
-at a time.  Rows are not copied, since the ranks of a chain inherit the arrays.
-
-.. code-block:: text
-
-   master, fork(4)      its ranks wait while chains are sampled
-     ├─▶ chain 0 ─▶ rank 1        each chain: a session of 4 ranks / 2 chains
-     └─▶ chain 1 ─▶ rank 1
+at a time.  Rows are not copied, since the ranks of a chain inherit the arrays.  docs/internals.rst has a diagram.
 """
 
 from __future__ import annotations

@@ -370,10 +370,7 @@ class DistributedSum:
     def ensure_session(self) -> Any:
         """Return the running session.  In the process of a chain, the first call starts the chain's ranks.
 
-        Raises
-        ------
-        RuntimeError
-            If there are no ranks, or if another process has them.
+        Raise RuntimeError if there are no ranks, or if another process has them.
         """
         try:
             return ranks.get_session()

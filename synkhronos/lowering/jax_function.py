@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from synkhronos.devices import Device
+from synkhronos.devices import JAX
 from synkhronos.lowering.precision import is_bfloat16_requested, round_product_factors
 from synkhronos.lowering.random_keys import JAX_KEY, share_key_storage
 from synkhronos.lowering.scatter import wrap_scatter_add
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # it imports PyTensor, and the engines import this module wit
 
 
 class JaxFunction:
-    """A PyTensor function, compiled in JAX mode, as a function of JAX arrays on a device.
+    """A PyTensor function, compiled in JAX mode, as a function of JAX arrays.
 
     The first ``n_inputs`` inputs are passed in a call; the remaining ones are shared variables.
 
@@ -42,7 +42,7 @@ class JaxFunction:
         Takes the inputs, the values in `storages` and the lengths, and returns a value for each of `result_storages`.
     """
 
-    def __init__(self, function: Any, n_inputs: int, device: Device):
+    def __init__(self, function: Any, n_inputs: int):
         self.n_inputs = n_inputs
         self._thunk, self._graph = thunk, graph = function.vm, function.maker.fgraph
         specs = function.maker.expanded_inputs
@@ -59,7 +59,7 @@ class JaxFunction:
         self.donated_storages = [
             storage
             for storage in self.storages
-            if id(storage) in updated and (isinstance(storage[0], np.ndarray) or device.owns(storage[0]))
+            if id(storage) in updated and (isinstance(storage[0], np.ndarray) or JAX.owns(storage[0]))
         ]
         self.length_graph: StaticLengthGraph | None = thunk.jit_fn.length_graph
         run = _convert_graph(graph if self.length_graph is None else self.length_graph.graph)

@@ -24,7 +24,6 @@ from synkhronos.compat.ops.convolution import Conv
 from synkhronos.compat.ops.normalization import BatchNormTrain
 from synkhronos.compat.ops.pooling import Pool
 from synkhronos.compat.ops.rectifier import rectifier
-from synkhronos.devices import JAX
 from synkhronos.engines.xla.executable import Executable
 from synkhronos.lowering.jax_function import JaxFunction
 from synkhronos.lowering.linker import with_static_length_linker
@@ -54,7 +53,7 @@ def make_executable(inputs, outputs, updates=()):
         function = pytensor.function(
             inputs, outputs, updates=list(updates), mode=with_static_length_linker("JAX"), on_unused_input="ignore"
         )
-    return Executable([JaxFunction(function, len(inputs), JAX)])
+    return Executable([JaxFunction(function, len(inputs))])
 
 
 def compute_in_precision(name, inputs, outputs, values):

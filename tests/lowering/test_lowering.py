@@ -14,11 +14,11 @@ from library import XLA, function, grad, package, shared
 from library import tensor as T
 
 import synkhronos as synk
-from synkhronos.extensions.train import make_train_function
-from synkhronos.extensions.updates import sgd
 from synkhronos.functions.computation import DEFAULT_VARIANT
 from synkhronos.lowering import scatter
 from synkhronos.lowering.linker import with_static_length_linker
+from synkhronos.training import make_train_function
+from synkhronos.training.updates import sgd
 
 pytestmark = pytest.mark.skipif(not XLA, reason="these are about JAX mode")
 

@@ -183,12 +183,11 @@ def build_norm(x):
 def test_statistics_of_normalized_rows_are_separate_results(build_output, n_separate):
     import jax
 
-    from synkhronos.devices import JAX
     from synkhronos.lowering.jax_function import JaxFunction
 
     x, value = pt.fmatrix("x"), np.random.default_rng(0).normal(size=(3, 4)).astype("float32")
     f = pytensor.function([x], build_output(x), mode=linker.with_static_length_linker("JAX"))
-    run = JaxFunction(f, 1, JAX).run
+    run = JaxFunction(f, 1).run
     (expected,) = compute([x], [build_output(x)], [value])
     np.testing.assert_allclose(run(value)[0], expected, rtol=1e-4, atol=1e-5)
     assert str(jax.make_jaxpr(run)(value)).count("optimization_barrier") == n_separate

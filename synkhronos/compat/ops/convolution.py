@@ -119,9 +119,11 @@ class _ConvolutionOp(NumpyOp):
         ]
 
     def _to_columns(
-        self, padded: np.ndarray, filter_lengths: Sequence[int], output_lengths: Sequence[int]
+        self, images: np.ndarray, filter_lengths: Sequence[int], output_lengths: Sequence[int]
     ) -> np.ndarray:
-        """Return the windows as columns: (batch, groups, channels of a group * filter elements, output elements)."""
+        """Return windows as columns: (batch, groups, channels of a group * filter elements, output elements)."""
+        padding = self.resolve_padding(filter_lengths)
+        padded = np.pad(images, [(0, 0), (0, 0), *padding]) if any(map(any, padding)) else images
         columns = unfold(padded, filter_lengths, output_lengths, self.strides, self.dilations)
         batch, channels = columns.shape[:2]
         return columns.reshape(
@@ -150,10 +152,6 @@ class _ConvolutionOp(NumpyOp):
         image_nbytes = images.shape[1] * int(np.prod(filter_lengths)) * int(np.prod(output_lengths)) * images.itemsize
         n_images = max(1, _MAX_COLUMN_NBYTES // max(1, image_nbytes))
         return [slice(i, i + n_images) for i in range(0, images.shape[0], n_images)]
-
-    def _pad_images(self, images: np.ndarray, filter_lengths: Sequence[int]) -> np.ndarray:
-        padding = self.resolve_padding(filter_lengths)
-        return np.pad(images, [(0, 0), (0, 0), *padding]) if any(map(any, padding)) else images
 
     def _check_channels(self, image_shape: Sequence[int], filter_shape: Sequence[int]) -> None:
         if image_shape[1] != filter_shape[1] * self.n_groups or filter_shape[0] % self.n_groups:
@@ -194,7 +192,7 @@ class Conv(_ConvolutionOp):
         result = np.empty((x.shape[0], w.shape[0], *output_lengths), x.dtype)
         matrix = self._to_matrix(w)
         for batch_slice in self._split_batch(x, filter_lengths, output_lengths):
-            columns = self._to_columns(self._pad_images(x[batch_slice], filter_lengths), filter_lengths, output_lengths)
+            columns = self._to_columns(x[batch_slice], filter_lengths, output_lengths)
             result[batch_slice] = np.matmul(matrix, columns).reshape(result[batch_slice].shape)
         return result
 
@@ -231,7 +229,7 @@ class ConvGradWeights(_ConvGrad):
         filter_lengths, output_lengths = like.shape[2:], g.shape[2:]
         matrix = np.zeros((self.n_groups, like.shape[0] // self.n_groups, like[0].size), x.dtype)
         for batch_slice in self._split_batch(x, filter_lengths, output_lengths):
-            columns = self._to_columns(self._pad_images(x[batch_slice], filter_lengths), filter_lengths, output_lengths)
+            columns = self._to_columns(x[batch_slice], filter_lengths, output_lengths)
             gradients = self._split_groups(g[batch_slice])
             # Each group is one product over batch and positions, instead of a sum of many small products.
             by_filter = gradients.transpose(1, 2, 0, 3).reshape(*matrix.shape[:2], -1)

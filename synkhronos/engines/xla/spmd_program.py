@@ -99,7 +99,7 @@ class SpmdProgram:
         if not rows[0].shape[0]:
             return lambda *params: jnp.zeros((), output.type.dtype)
         function = compile_function(inputs, output, mode="JAX", on_unused_input="ignore")
-        lowered = JaxFunction(function, len(inputs), JAX)
+        lowered = JaxFunction(function, len(inputs))
         if lowered.length_graph is not None:
             raise NotImplementedError(
                 "a sum over rows in an XLA program can't have arrays whose lengths depend on values of integers"

@@ -39,10 +39,7 @@ _CLOSE_SECONDS = 10.0
 class ChainServers:
     """Server processes for chains that run at a time.
 
-    Parameters
-    ----------
-    n_servers : int
-        Number of servers.  Each inherits this process's objects, and has its share of the ranks.
+    Each of the ``n_servers`` inherits this process's objects, and has its share of the ranks.
     """
 
     def __init__(self, n_servers: int):

@@ -214,10 +214,7 @@ def _make_evaluator(model: pm.Model) -> Callable[[], Any]:
 def _make_distributed_logp(model: pm.Model, variable: Variable) -> Any:
     """Return the log-density of an observed variable or a potential as an expression that the ranks compute.
 
-    Raises
-    ------
-    NotRowwiseError
-        If it is no sum over rows.
+    Raise NotRowwiseError if it is no sum over rows.
     """
     try:
         (terms,) = model.logp([variable], sum=False)
@@ -257,7 +254,7 @@ def _evaluate_shape(model: pm.Model, terms: Variable) -> Any:
 def _sum_terms_on_ranks(model: pm.Model, terms: Variable, shape: Any, name: str) -> Any:
     """Return the sum of all terms as an expression that the ranks compute.
 
-    Axis 0 runs along the rows.  With loops, axis 0 may be the time, and another axis runs along the rows.
+    Axis 0 runs along the rows, or with loops another axis, if axis 0 is the time.
     """
     has_loops = any(isinstance(node.op, Scan) for node in get_library(terms).sort_nodes([terms]))
     reasons = []

@@ -44,28 +44,10 @@ class NotRowwiseError(ValueError):
 
 
 def make_rowwise(terms: Variable, length: int, rules: dict[type, RowwiseRule]) -> tuple[Any, dict[Any, Any]]:
-    """Return an expression for the terms of any number of rows, and the data that it needs.
+    """Return an expression for the terms of any number of rows, and its data as `sum_over_rows` takes them.
 
-    Parameters
-    ----------
-    terms : variable
-        At least one-dimensional; axis 0 runs along the rows.
-    length : int
-        Number of rows; more than one.
-    rules : dict of class to callable
-        Rules by the class of the Op.
-
-    Returns
-    -------
-    terms : variable
-        Computed from symbolic inputs for the rows, and from parameters.
-    rows : dict of variable to ndarray, shared variable or ComputedRows
-        The values of these inputs, for `synkhronos.extensions.rows_sum.sum_over_rows`.
-
-    Raises
-    ------
-    NotRowwiseError
-        If a row of the terms depends on other rows, or if no rule excludes that.
+    The axis 0 of ``terms`` runs along the rows, of which there are ``length``, at least two.  ``rules`` are those of
+    `RowRestrictor`.  Raise NotRowwiseError if a row of the terms depends on other rows, or if no rule excludes that.
     """
     if not terms.type.ndim:
         raise NotRowwiseError("the log-density is one number for all rows, as where these depend on each other")

@@ -46,41 +46,18 @@ class Param(In):
         super().__init__(variable, name, default, **kwargs)
 
 
-def function(
-    inputs: Any,
-    outputs: Any = None,
-    mode: Any = None,
-    updates: Any = None,
-    givens: Any = None,
-    no_default_updates: Any = False,
-    accept_inplace: bool = False,
-    name: str | None = None,
-    rebuild_strict: bool = True,
-    allow_input_downcast: bool | None = None,
-    profile: Any = None,
-    on_unused_input: str | None = None,
-) -> Any:
-    """Compile a function; outputs in a dict, with strings as keys, are returned in a dict."""
+def function(inputs: Any, outputs: Any = None, mode: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Compile a function; outputs in a dict, with strings as keys, are returned in a dict.
+
+    Further arguments are those of `pytensor.function`, which are Theano's.
+    """
     keys = sorted(outputs) if isinstance(outputs, dict) else None
-    kwargs = {"no_default_updates": no_default_updates} if no_default_updates else {}
+    outputs = outputs if keys is None else [outputs[key] for key in keys]
     # PyTensor deprecates the parameter, which is part of Theano's interface: scripts written for Theano pass it.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The no_default_updates parameter", DeprecationWarning)
         warnings.filterwarnings("ignore", "The no_default_updates parameter", FutureWarning)
-        function = pytensor.function(
-            inputs,
-            outputs if keys is None else [outputs[key] for key in keys],
-            mode=with_numpy_output_linker(mode),
-            updates=updates,
-            givens=givens,
-            accept_inplace=accept_inplace,
-            name=name,
-            rebuild_strict=rebuild_strict,
-            allow_input_downcast=allow_input_downcast,
-            profile=profile,
-            on_unused_input=on_unused_input,
-            **kwargs,
-        )
+        function = pytensor.function(inputs, outputs, with_numpy_output_linker(mode), *args, **kwargs)
     return add_theano_semantics(function, keys)
 
 
