@@ -9,8 +9,8 @@ provides ``theano``, ``theano.tensor``, ... from modules that are built on PyTen
 
 The package could be a separate distribution.  Its interface with the rest of Synkhronos:
 
-- It imports ``linker``, ``numpy_op``, ``sum_rewrites`` and ``bounded_canonizer`` of ``synkhronos.lowering``, which
-  translate PyTensor's functions to JAX.
+- It imports ``linker``, ``numpy_op`` and ``bounded_canonizer`` of ``synkhronos.lowering``, which translate PyTensor's
+  functions to JAX.
 - Only the modules that start users' scripts (``__main__``, ``launcher``, ``platoon``) import it.
 - Other packages read four attributes: ``theano.__served_on__`` marks a module that is not Theano itself;
   ``In.default_list`` is a list of one with an input's default value; an Op's ``is_product`` and ``is_single_kernel``

@@ -9,9 +9,8 @@ import pytest
 from library import XLA, shared, tensor
 
 import synkhronos as synk
-from synkhronos.extensions.train import make_train_function
 from synkhronos.functions.call import RankCall
-from synkhronos.training import CheckpointFolder, make_trainer
+from synkhronos.training import CheckpointFolder, make_train_function, make_trainer
 from synkhronos.training import updates as u
 from synkhronos.training.train_function.step_command import ShardedStepCommand
 

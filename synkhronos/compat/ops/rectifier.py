@@ -12,8 +12,6 @@ from pytensor.scalar import LE, Switch
 from pytensor.scalar.basic import Maximum, upcast_out
 from pytensor.tensor.elemwise import Elemwise
 
-from synkhronos.lowering.sum_rewrites import is_elementwise
-
 
 def rectifier(x: Any) -> Any:
     """Return ``max(x, 0)``."""
@@ -50,14 +48,18 @@ def is_rectifier(node: Any) -> bool:
 
 def match_masked_gradient(node: Any) -> tuple[Any, Any] | None:
     """Return (y, g) if an Apply node, or None, computes ``switch(y <= 0, 0, g)``, a rectifier's gradient; else None."""
-    if not is_elementwise(node, Switch):
+    if not _is_elementwise(node, Switch):
         return None
     is_masked, zeros, g = node.inputs
-    if not is_elementwise(is_masked.owner, LE) or not (_is_zero(zeros) and _is_zero(is_masked.owner.inputs[1])):
+    if not _is_elementwise(is_masked.owner, LE) or not (_is_zero(zeros) and _is_zero(is_masked.owner.inputs[1])):
         return None
     if g.dtype != node.outputs[0].dtype or g.type.broadcastable != node.outputs[0].type.broadcastable:
         return None
     return is_masked.owner.inputs[0], g
+
+
+def _is_elementwise(node: Any, scalar_op: type) -> bool:
+    return node is not None and isinstance(node.op, Elemwise) and isinstance(node.op.scalar_op, scalar_op)
 
 
 def _is_zero(variable: Any) -> bool:
