@@ -29,15 +29,6 @@ class Data:
     It is created by `data`.  Its dtype and number of dimensions are fixed.  Its shape may change, and its memory grows
     as needed.
 
-    Parameters
-    ----------
-    dtype : dtype_like
-    ndim : int
-    minibatch : bool
-        See `minibatch`.
-    name : str, optional
-        Name in errors.
-
     Examples
     --------
     >>> import numpy as np, synkhronos as synk

@@ -2,10 +2,15 @@
 
 A device is a module of this package with an object ``DEVICE``.  The module's name selects the device: with
 ``SYNKHRONOS_DEVICE=toy`` in the environment, ranks compute with the arrays of ``toy.py``.  Three methods are required:
-`owns`, `to_numpy` and `from_numpy`.  Defaults that need an array's content copy it through host memory; a device
-overrides them to be faster.  Three defaults instead use ``reshape``, slices and ``astype`` of the arrays.
-`slice_items` is called only for a device that `can_communicate`, `flatten` and `split` only for one that
-`has_arithmetic`.
+`owns`, `to_numpy` and `from_numpy`.  Defaults that need an array's content copy it through host memory.  Override other
+methods for one of these reasons:
+
+- speed: any default that copies through host memory, such as `empty`, `concatenate` and `read_segment`
+- exchange rules that compute with the device's arrays: `has_arithmetic`; also `flatten` and `split`, unless the arrays
+  have ``reshape``, slices and ``astype``
+- collectives that transfer the device's arrays directly: `can_communicate`, `get_communicator`, `as_writable` and
+  `rewrap`; also `as_contiguous` if arrays may have gaps, and `slice_items` unless they have ``reshape`` and slices
+- a runtime or GPU of its own for each rank: `initialize`, `has_unforkable_runtime`, `needs_gpu` and `choose_gpus`
 """
 
 from __future__ import annotations
