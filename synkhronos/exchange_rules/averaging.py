@@ -132,5 +132,4 @@ class PostLocal(LocalSGD):
         self.start = check_period(start, "start")
 
     def count_steps_left(self, state: ExchangeState) -> int:
-        """Return the number of steps until the next average."""
         return 1 if state.step < self.start else super().count_steps_left(state)

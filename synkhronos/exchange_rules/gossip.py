@@ -50,7 +50,6 @@ class GoSGD(ExchangeRule):
         self.seed = check_at_least(seed, "seed", 0)
 
     def describe_shared_arrays(self, n_ranks: int, size: int, dtype: np.dtype) -> SharedArrays:
-        """Return the shape and dtype of the mailboxes, and of the weights of their contents."""
         return {"mail": ((n_ranks, size), dtype), "weights": ((n_ranks,), np.float64)}
 
     def setup(self, context: RankContext, state: ExchangeState) -> None:

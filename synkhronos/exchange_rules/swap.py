@@ -43,7 +43,6 @@ class Swap(ExchangeRule):
         self.replace, self.seed = check_flag(replace, "replace"), check_at_least(seed, "seed", 0)
 
     def describe_shared_arrays(self, n_ranks: int, size: int, dtype: np.dtype) -> SharedArrays:
-        """Return the shape and dtype of an array with the parameters of all ranks."""
         return {"all": ((n_ranks, size), dtype)}
 
     def exchange(self, context: RankContext, state: ExchangeState) -> int:

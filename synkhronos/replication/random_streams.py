@@ -27,7 +27,6 @@ class JumpStreams(Command):
     keys_and_offsets: tuple[tuple[Any, int], ...]
 
     def run(self, rank: Rank) -> None:
-        """Jump on this rank.  The master's streams don't change."""
         for key, offset in self.keys_and_offsets:
             jump_shared_to_rank(rank.get_object(key), rank, offset)
 

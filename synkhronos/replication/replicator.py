@@ -269,7 +269,6 @@ class CompareReplicas(Command):
     key: Any
 
     def run(self, rank: Rank) -> bool:
-        """Return whether the values are equal."""
         value = _to_numpy(get_storage(rank.get_object(self.key))[0])
         digest = hashlib.blake2b(value.tobytes(), digest_size=16).digest()
         return rank.compare_digests(rank.compute_digest((value.shape, str(value.dtype), digest)))

@@ -32,7 +32,6 @@ class StartRecording(Command):
     records_xla: bool
 
     def run(self, rank: Rank) -> None:
-        """Start the recorder and, if requested, XLA's profiler."""
         recorder = rank.registry.get_or_create(SpanRecorder)
         if self.records_xla:
             rank.registry.get_or_create(XlaProfile).start()

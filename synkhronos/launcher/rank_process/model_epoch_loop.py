@@ -79,7 +79,6 @@ class ModelEpochLoop(ReportLoop):
 
     @property
     def best_cost(self) -> BestCost:
-        """Tracker of the best value of the metric, and of the reports since."""
         return self.state.best_cost
 
     def train_all_epochs(self) -> bool:

@@ -194,7 +194,6 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
 
     @property
     def effect(self) -> str | None:
-        """Effect of the command in an error's message."""
         return "The step was taken" if self.n_steps == 1 else "Steps were taken"
 
     @property
@@ -319,7 +318,6 @@ class _StepRunner(Runner):
         self.n_repeats, self.numpy_inputs = n_repeats, numpy_inputs
 
     def __call__(self, *inputs: Array) -> list[Any]:
-        """Return the outputs of all steps, in the order of each `Runner` of several computations."""
         lengths = [len(value) // self.n_repeats for value in inputs]
         by_step = []
         for i in range(self.n_repeats):

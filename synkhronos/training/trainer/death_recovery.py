@@ -136,7 +136,6 @@ class RecoveryPolicy(DeathPolicy):
         return result
 
     def refresh_copy(self) -> None:
-        """Copy the state again, as the user may have changed it."""
         if self._session.has_kept_memory:  # the user's code has caught the error of a death
             self._recover(RuntimeError(self._session.close_reason), time.perf_counter())
         self.run_idempotent(self._copy_state)

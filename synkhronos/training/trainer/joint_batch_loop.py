@@ -39,7 +39,6 @@ class JointBatchLoop(TrainerBatchLoop):
         self._y = data[len(graph.x) :] if graph.y_is_list else data[-1]
 
     def iterate_steps(self) -> Iterator[BatchGroup]:
-        """Yield the batches of each launch; their learning rates are equal."""
         position, plan = self.plan.start, self.plan
         while position < plan.stop:
             rate, starts = plan.get_learning_rate(position), [position]
@@ -56,7 +55,6 @@ class JointBatchLoop(TrainerBatchLoop):
         return self.rows_per_step != self.plan.batch_size * ranks.get_session().size
 
     def set_learning_rate(self, rate: float) -> None:
-        """Set the learning rate's variable on all ranks."""
         value = np.asarray(rate, self._learning_rate.type.dtype)
         self._death_policy.run_idempotent(lambda: broadcast(self._learning_rate, value))
 

@@ -137,7 +137,6 @@ class LocalBatchLoop(TrainerBatchLoop):
         return self.plan.can_stop and not self.exchange_rule.asynchronous and self._stop_agreement.agree_on_stop()
 
     def set_learning_rate(self, rate: float) -> None:
-        """Set the learning rate's variable on this rank."""
         self._learning_rate.set_value(np.asarray(rate, self._learning_rate.type.dtype))
 
     def _sum_weights(self) -> float:
@@ -147,7 +146,6 @@ class LocalBatchLoop(TrainerBatchLoop):
         return float(np.sum(self._step.wait_for_outputs(self._unexchanged_weights), dtype=np.float64))
 
     def take_steps(self, rows: list[Any]) -> list[tuple[Any, Any]]:
-        """Take a step per batch, in one launch if possible."""
         steps = self._launch_steps(rows)
         self._unexchanged_weights += [weight for _, weight in steps if weight is not None]
         return steps
@@ -173,7 +171,6 @@ class LocalBatchLoop(TrainerBatchLoop):
             self.position_ranges_in_use = position_ranges
 
     def exchange_if_due(self, steps: int) -> None:
-        """Count ``steps`` steps, and exchange if an exchange is due."""
         if not self.periodic_exchange.count_steps(steps):
             return
         # The exchange may wait for launched steps, so their rows are freed first: other ranks may need the memory.

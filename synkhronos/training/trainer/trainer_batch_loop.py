@@ -55,7 +55,6 @@ class TrainerBatchLoop(BatchLoop):
             )
 
     def run(self) -> None:
-        """Train on all batches, or until a signal.  Then close the progress bar."""
         try:
             super().run()
         finally:
@@ -63,7 +62,6 @@ class TrainerBatchLoop(BatchLoop):
                 self._bar.close()
 
     def record(self, batches: BatchGroup) -> None:
-        """Write the lines that are due, and move the progress bar."""
         self.end = batches.end
         self.write_lines()
         if self._bar is not None:

@@ -87,7 +87,6 @@ class TrainerReportLoop(ReportLoop):
 
     @property
     def best_cost(self) -> BestCost:
-        """Tracker of the best value of the metric, and of the reports since."""
         return self.position.best_cost
 
     def begin(self, resume: Any) -> None:
@@ -134,7 +133,6 @@ class TrainerReportLoop(ReportLoop):
                 recorder.truncate(n_rows_seen)
 
     def has_trained_all_epochs(self) -> bool:
-        """Whether all epochs are trained."""
         return self.position.epoch >= self.n_epochs
 
     def is_stop_requested(self) -> bool:
@@ -144,7 +142,6 @@ class TrainerReportLoop(ReportLoop):
     # -- an interval -----------------------------------------------------------------------------------------
 
     def train(self) -> bool:
-        """Train to the next report.  Return False if a signal stops it."""
         self.death_policy.refresh_copy()
         position = self.position
         if not position.epoch_position:
@@ -264,7 +261,6 @@ class TrainerReportLoop(ReportLoop):
         return results
 
     def make_report(self) -> Report:
-        """Make the report of the interval, without validation."""
         position, data, n_ranks = self.position, self.data, ranks.get_session().size
         return make_report(
             position.totals,
@@ -351,7 +347,6 @@ class TrainerReportLoop(ReportLoop):
             observe(next(iter(report.validation.values()), report.loss))
 
     def save(self, report: Report) -> None:
-        """Write a checkpoint after a report."""
         self._save()
 
     def _save(self) -> Path:
