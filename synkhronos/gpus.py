@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import glob
 import os
+from collections.abc import Iterable
 
 
 def get_n_gpu() -> int:
@@ -48,3 +49,9 @@ def get_n_gpu() -> int:
         else:
             break
     return min(count, n_present)
+
+
+def format_visible_gpus(numbers: Iterable[int]) -> str:
+    """Return the value of ``CUDA_VISIBLE_DEVICES`` that leaves only these of the visible GPUs visible."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return ",".join(str(n) if visible is None else visible.split(",")[n].strip() for n in numbers)

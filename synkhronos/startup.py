@@ -64,14 +64,14 @@ class _SetUpRank(Command):
     #: Seeds of NumPy's and Python's global generators.
     seeds: tuple[bytes, ...]
     #: Cores of each rank; empty if ranks are not bound to cores.
-    cores: tuple[tuple[int, ...], ...] = ()
+    cores: Sequence[Sequence[int]] = ()
     #: Number of each rank's GPU among those of its host, for the ranks of all hosts; empty if there is one host.
     gpu_numbers: tuple[int, ...] = ()
 
     def without_rank(self, rank_number: int) -> _SetUpRank:
         """Return a copy of the command without the GPU and cores of one rank."""
         gpus = self.gpus[:rank_number] + self.gpus[rank_number + 1 :]
-        cores = self.cores[:rank_number] + self.cores[rank_number + 1 :]
+        cores = [*self.cores[:rank_number], *self.cores[rank_number + 1 :]]
         gpu_numbers = self.gpu_numbers[:rank_number] + self.gpu_numbers[rank_number + 1 :]
         return replace(self, gpus=gpus, cores=cores, gpu_numbers=gpu_numbers)
 
@@ -190,7 +190,7 @@ def fork(
     host_list = parse_hosts(hosts)
     if len(host_list) != 1 and (host_list or hosts is None):
         check_single_process()
-    return _start_ranks(
+    return start_ranks(
         host_list,
         n_parallel,
         use_gpu,
@@ -201,35 +201,22 @@ def fork(
     )
 
 
-def fork_bound_to_cores(
-    n_parallel: int,
-    use_gpu: bool,
-    cores: Sequence[Sequence[int]],
-    hosts: Sequence[str] = (),
-    output: IO[str] | None = None,
-) -> int:
-    """Start the ranks like `fork`, each bound to its own cores.
-
-    ``cores`` has a list of cores for each rank on this host; empty if ranks are not bound to cores.  ``output`` is a
-    file for the output of other hosts.
-    """
-    host_list = parse_hosts(hosts)
-    n_ranks = None if len(host_list) > 1 else n_parallel
-    return _start_ranks(host_list, n_ranks, use_gpu, cores=tuple(map(tuple, cores)), output=output)
-
-
-def _start_ranks(
+def start_ranks(
     host_list: Sequence[Host],
     n_parallel: int | None,
     use_gpu: bool | None,
     master_rank: int = 0,
     profile_workers: bool = False,
     timeout: float | None = None,
-    cores: tuple[tuple[int, ...], ...] = (),
+    cores: Sequence[Sequence[int]] = (),
     host_timeout: float = DEFAULT_HOST_TIMEOUT,
     output: IO[str] | None = None,
 ) -> int:
-    """Start the agents of other hosts and the ranks, and return the number of ranks; see `fork`."""
+    """Start the agents of other hosts and the ranks, and return the number of ranks; see `fork`.
+
+    ``cores`` has the cores of each rank on this host; it is empty if ranks are not bound to cores.  ``output`` is a
+    file for the output of other hosts.
+    """
     undo_force_jax_on_cpu()
     link = MpiLink(host_list, float(host_timeout), output) if len(host_list) > 1 else None
     gpu_numbers: tuple[int, ...] = ()

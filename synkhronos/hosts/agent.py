@@ -105,6 +105,7 @@ class Agent:
     ):
         world = mpi.COMM_WORLD
         self._config, self._control, self._channel, self._workers = config, control, channel, workers
+        self._is_master_host = channel is not None
         self._host, self._host_names = world.rank, config["host_names"]
         self._ranks_by_host = compute_ranks_by_host(config["rank_counts"])
         self._local_ranks = control.local_ranks
@@ -141,10 +142,6 @@ class Agent:
             MessageType.ENDED: self._on_ended,
             **self._program_agent.handlers,
         }
-
-    @property
-    def _is_master_host(self) -> bool:
-        return self._channel is not None
 
     def run(self) -> None:
         """Poll the control memory and MPI until the ranks have ended, and no agent has a message in transit."""

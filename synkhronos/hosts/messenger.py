@@ -31,21 +31,17 @@ class Messenger:
     """Sends and receives an agent's messages, without blocking.
 
     The rank in ``comm``, a communicator of all agents, is the number of the host.  ``last_received`` has the time of
-    the last message of each other host, by the monotonic clock.
+    the last message of each host in ``other_hosts``, by the monotonic clock.
     """
 
     def __init__(self, mpi: Any, comm: Any):
         self._mpi, self._comm = mpi, comm
         self.host, self.n_hosts = comm.rank, comm.size
+        self.other_hosts = [host for host in range(self.n_hosts) if host != self.host]
         self._unsent: list[Any] = []
         self._incoming: list[deque[tuple[Any, bytearray]]] = [deque() for _ in range(self.n_hosts)]
         self._status = mpi.Status()
         self.last_received = dict.fromkeys(self.other_hosts, time.monotonic() + _FIRST_MESSAGE_SECONDS)
-
-    @property
-    def other_hosts(self) -> list[int]:
-        """Numbers of all other hosts."""
-        return [host for host in range(self.n_hosts) if host != self.host]
 
     def send(self, host: int, message_type: int, *arguments: Any) -> None:
         """Send a message to a host without waiting."""

@@ -121,8 +121,7 @@ class ProgramAgent:
                 has_events |= bool(queue) and self._grant(self._bridge, lock, queue)
         while self._transfers and self._messenger.complete_sends() <= MAX_UNSENT_MESSAGES:
             transfer = self._transfers.popleft()
-            has_ended = next(transfer, True)
-            if not has_ended:
+            if not next(transfer, True):
                 self._transfers.append(transfer)  # the transfers send a chunk each in turn
             has_events = True
         return has_events

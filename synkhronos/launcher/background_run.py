@@ -21,8 +21,9 @@ from synkhronos.exchange_rules import ExchangeRule
 from synkhronos.launcher.configuration.resolve import resolve_settings
 from synkhronos.launcher.configuration.settings import get_exchange_rule_options, merge_tables
 from synkhronos.launcher.configuration.sources import check_setting_names, read_environment
-from synkhronos.launcher.supervision.process_environment import make_python_path, open_standard_streams
+from synkhronos.launcher.supervision.rank_output import open_standard_streams
 from synkhronos.launcher.supervision.run_folder import FAILURE_FILE, create_and_lock_run_folder
+from synkhronos.ranks.child_process import make_python_path
 from synkhronos.training.loops.stop_signals import STOP_SIGNALS
 
 #: Seconds after which the supervisor of an interrupted run is killed.

@@ -49,7 +49,7 @@ from synkhronos.launcher.model_class.sanity_check import (
     hash_step,
     hash_values,
 )
-from synkhronos.launcher.supervision.process_environment import open_standard_streams
+from synkhronos.launcher.supervision.rank_output import open_standard_streams
 from synkhronos.launcher.train import add_set_option
 
 #: Number of iterations that the class runs.

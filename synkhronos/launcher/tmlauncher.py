@@ -10,7 +10,7 @@ from synkhronos.launcher.configuration import theano_mpi_session
 from synkhronos.launcher.configuration.resolve import resolve_settings
 from synkhronos.launcher.configuration.settings import SettingsError, convert_to_settings_error, merge_tables
 from synkhronos.launcher.configuration.sources import read_environment, read_session_file
-from synkhronos.launcher.supervision.process_environment import open_standard_streams
+from synkhronos.launcher.supervision.rank_output import open_standard_streams
 from synkhronos.launcher.train import run_training
 
 #: The options of tmlauncher by their flags: a key of session files, and a description of its values.

@@ -14,7 +14,7 @@ import sys
 from synkhronos.launcher.configuration.resolve import resolve_settings
 from synkhronos.launcher.configuration.settings import Settings, SettingsError, merge_tables
 from synkhronos.launcher.configuration.sources import parse_set_options, read_environment, read_session_file
-from synkhronos.launcher.supervision.process_environment import open_standard_streams
+from synkhronos.launcher.supervision.rank_output import open_standard_streams
 from synkhronos.launcher.supervision.run_folder import create_and_lock_run_folder, find_versions
 from synkhronos.launcher.supervision.supervisor import Supervisor
 

@@ -11,24 +11,12 @@ import os
 
 
 def fetch_devices_for_host(host: str) -> list[str]:
-    """Return the devices of a host.
-
-    Raises
-    ------
-    KeyError
-        If neither ``PLATOON_DEVICES`` nor an entry of the section ``devices`` names them.
-    """
+    """Return the devices of a host; raise KeyError if no source names them (section ``devices`` of a file)."""
     return _fetch_names("PLATOON_DEVICES", "devices", host)
 
 
 def fetch_hosts() -> list[str]:
-    """Return the hosts of an experiment.
-
-    Raises
-    ------
-    KeyError
-        If neither ``PLATOON_HOSTS`` nor the entry ``hosts`` of the section ``platoon`` names them.
-    """
+    """Return the hosts of an experiment; raise KeyError if no source names them (section ``platoon`` of a file)."""
     return _fetch_names("PLATOON_HOSTS", "platoon", "hosts")
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from synkhronos.compat.theano_import import import_theano_before_fork
+from synkhronos.gpus import format_visible_gpus
 from synkhronos.platoon.channel import controller_connection
 from synkhronos.platoon.channel.controller_process import run_user_file, start_controller
 from synkhronos.platoon.channel.sockets import POLL_SECONDS
@@ -37,7 +38,8 @@ def main() -> None:
     devices_by_host = {} if settings.hosts is None else settings.hosts.devices_by_host
     hosts = [f"{name}:{len(devices)}" for name, devices in devices_by_host.items()]
     if use_gpu and not hosts:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(_to_visible_device(device) for device in settings.devices)
+        numbers = [device.removeprefix("cuda").removeprefix("gpu") or "0" for device in settings.devices]
+        os.environ["CUDA_VISIBLE_DEVICES"] = format_visible_gpus(map(int, numbers))
     import_theano_before_fork(use_gpu)
     fork(None if hosts else len(settings.devices), use_gpu=use_gpu, hosts=hosts)
     try:
@@ -89,13 +91,6 @@ def _report_failure(rank: int, message: str, is_self_reported: bool = False) -> 
     if controller_connection.current_connection is not None:
         failure = Failure(rank, UNREPORTED_FAILURE_STATUS, message, is_self_reported)
         controller_connection.current_connection.report_failure(failure)
-
-
-def _to_visible_device(device: str) -> str:
-    """Convert a name such as ``cuda1`` to an entry of CUDA_VISIBLE_DEVICES."""
-    number = device.removeprefix("cuda").removeprefix("gpu") or "0"
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return number if visible is None else visible.split(",")[int(number)].strip()
 
 
 def run_script(context: RankContext, settings: WorkerSettings) -> None:

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 #: Signals that a closed terminal or a scheduler sends to every process of a job.
@@ -50,6 +51,12 @@ def spawn(
     finally:
         for fd in fds:
             os.set_inheritable(fd, False)
+
+
+def make_python_path() -> str:
+    """Make the PYTHONPATH with which a process imports this copy of the library, in any working directory."""
+    paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
+    return os.pathsep.join(path for path in paths if path)
 
 
 def exit_with_parent(parent_pid: int, from_main_thread: bool) -> None:

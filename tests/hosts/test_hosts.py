@@ -279,7 +279,7 @@ def start_hosts_interrupted(press):
     codes = {
         mpi_link.MpiLink.start_agents.__code__,
         mpi_link.MpiLink.__init__.__code__,
-        startup._start_ranks.__code__,
+        startup.start_ranks.__code__,
     }
     before, count = sys.gettrace(), 0
 
@@ -295,7 +295,7 @@ def start_hosts_interrupted(press):
     sys.settrace(trace)
     try:
         with pytest.raises(AgentsStarted):
-            startup._start_ranks([Host("a", 1), Host("b", 1)], None, False)
+            startup.start_ranks([Host("a", 1), Host("b", 1)], None, False)
     finally:
         sys.settrace(before)
     return count

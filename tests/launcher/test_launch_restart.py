@@ -165,11 +165,11 @@ import json, os, sys
 if "synkhronos.launcher.rank_process.master_process" in sys.orig_argv:
     from synkhronos.launcher.rank_process import rank_functions
     prepare_rank = rank_functions.prepare_rank
-    def start_or_fail(context, arguments, devices, ranks_by_host):
+    def start_or_fail(context, settings, arguments):
         is_too_many = context.size > int(os.environ["WORKING"])
         if arguments.is_recovery and is_too_many and context.number == int(os.environ["GONE"]):
-            raise OSError(f"{devices[context.number]} has fallen off the bus")
-        return prepare_rank(context, arguments, devices, ranks_by_host)
+            raise OSError(f"{settings.devices[context.number]} has fallen off the bus")
+        return prepare_rank(context, settings, arguments)
     rank_functions.prepare_rank = start_or_fail
 """
 

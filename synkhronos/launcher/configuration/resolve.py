@@ -91,8 +91,6 @@ def _check_checkpoint_settings(settings: Settings) -> None:
 def _check_folder(settings: Settings) -> None:
     """Raise SettingsError if the run's folder can't be used for a new run, or has no checkpoint to resume from."""
     folder = Path(settings.folder)
-    if (folder / "checkpoints").exists() and not (folder / "checkpoints").is_dir():
-        raise SettingsError(f"folder: {folder / 'checkpoints'} has to be a folder, or nothing yet")
     if settings.resume is None:
         if (folder / SETTINGS_FILE).exists() and any(any(folder.glob(pattern)) for pattern in _RESULT_FILES):
             raise SettingsError(

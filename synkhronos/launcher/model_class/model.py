@@ -41,10 +41,6 @@ def _snapshot_value(shared: SharedVariable) -> Any:
     return get_array_device(value).snapshot(value)
 
 
-#: Present names of renamed attributes, by their old names.
-_RENAMED_ATTRIBUTES = {"tested": "val_outputs", "trained": "trainable_params", "shown": "step_outputs"}
-
-
 class Model:
     """Base class of models made with Lasagne, PyTensor or Theano; subclasses override `build` and `load`.
 
@@ -150,9 +146,6 @@ class Model:
         for attribute in ("inputs", "params"):
             if not isinstance(value := getattr(self, attribute, None), list | tuple):
                 raise ModelInterfaceError(f"{name}.build(): expected it to set the list {attribute}, got {value!r}")
-        for old, new in _RENAMED_ATTRIBUTES.items():
-            if hasattr(self, old):
-                raise ModelInterfaceError(f"{name}.{old}: expected the attribute under its present name, {new}")
         self.trainable_params = list(self.params)
         self.params = [*self.trainable_params, *self.averages]
 

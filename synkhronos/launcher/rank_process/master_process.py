@@ -19,7 +19,7 @@ import numpy as np
 from synkhronos.compat.theano_import import import_theano_before_fork
 from synkhronos.data_objects.data_access import create_unpublished
 from synkhronos.exchange_rules import allocate_shared_arrays
-from synkhronos.hosts import MissingGpuError
+from synkhronos.hosts import MissingGpuError, parse_hosts
 from synkhronos.launcher import core_binding
 from synkhronos.launcher.configuration.settings import Settings, SettingsError
 from synkhronos.launcher.model_class.model_interface import ModelInterfaceError
@@ -27,10 +27,10 @@ from synkhronos.launcher.rank_process import rank_functions
 from synkhronos.launcher.supervision.master_arguments import COMPLETE_EXIT_CODE, MasterArguments
 from synkhronos.launcher.supervision.run_folder import FAILURE_FILE, PROCESSES_FILE, DeathLog
 from synkhronos.programs import run
-from synkhronos.ranks import WorkerError, get_last_session, get_session
+from synkhronos.ranks import WorkerError, get_last_session
 from synkhronos.ranks.child_process import exit_with_parent
 from synkhronos.ranks.errors import Death, describe_rank
-from synkhronos.startup import fork_bound_to_cores
+from synkhronos.startup import start_ranks
 from synkhronos.timelines import timeline
 from synkhronos.training.loops.stop_signals import StopSignalHandler, get_requested_stop
 
@@ -100,14 +100,13 @@ def _train(settings: Settings, arguments: MasterArguments) -> int:
     hosts_output = None
     if arguments.remote_output_pipe is not None:
         hosts_output = open(arguments.remote_output_pipe, "w", buffering=1, encoding="utf-8", errors="backslashreplace")
-    devices, cores = list(settings.devices), arguments.rank_cores
-    fork_bound_to_cores(len(devices), settings.on_gpu, cores, settings.hosts, hosts_output)
-    ranks_by_host = get_session().ranks_by_host
-    processes = run(rank_functions.prepare_rank, arguments, devices, ranks_by_host)
+    hosts, n_ranks = parse_hosts(settings.hosts), None if settings.hosts else len(settings.devices)
+    start_ranks(hosts, n_ranks, settings.on_gpu, cores=arguments.rank_cores, output=hosts_output)
+    processes = run(rank_functions.prepare_rank, settings, arguments)
     (Path(settings.folder) / PROCESSES_FILE).write_text(json.dumps(processes))
     exchange_rule = settings.make_exchange_rule()
     n_elements, dtype = run(rank_functions.build_model, settings, exchange_rule)[0]
-    shared_arrays = allocate_shared_arrays(exchange_rule, get_session().size, n_elements, np.dtype(dtype))
+    shared_arrays = allocate_shared_arrays(exchange_rule, len(processes), n_elements, np.dtype(dtype))
     stop_flag = create_unpublished((1,), "int64")
     path = Path(settings.folder) / "timeline.json"
     recording = timeline(path) if settings.timeline else contextlib.nullcontext()

@@ -61,14 +61,8 @@ class ModelState:
         shared_arrays: dict[str, LocalRows],
         recorder: ModelRecorder,
     ):
-        self.context, self.settings, self.exchange_rule, self.model, self.variables = (
-            context,
-            settings,
-            exchange_rule,
-            model,
-            variables,
-        )
-        self.recorder = recorder
+        self.context, self.settings, self.exchange_rule = context, settings, exchange_rule
+        self.model, self.variables, self.recorder = model, variables, recorder
         self._sharded_variables = list(getattr(model, "sharded_variables", {}).values())
         self._spec = rank_state.RankStateSpec(STORAGE_KEY, variables, exchange_rule, shared_arrays, is_joint=False)
         self.folder = Path(settings.folder)
@@ -102,11 +96,8 @@ class ModelState:
             self.exchange_rule.save_pending(self.exchange_state)
         state = rank_state.read_state(self.context, self._spec)
         totals, total_steps = self.recorder.meter.totals, self.recorder.meter.total_steps
-        position = (
-            {**self.position, "record": [totals.steps, totals.weighted_loss_sum, totals.weight_sum]}
-            if is_within_epoch
-            else None
-        )
+        record = [totals.steps, totals.weighted_loss_sum, totals.weight_sum]
+        position = {**self.position, "record": record} if is_within_epoch else None
         rank_entry = state, get_global_generator_states(), total_steps, position
         if self.context.number:
             self.context.send(rank_entry, 0)

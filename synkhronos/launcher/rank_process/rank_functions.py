@@ -63,14 +63,12 @@ class RankModel:
     remote_recorder: RemoteRecorder | None = None
 
     @staticmethod
-    def from_context(context: RankContext) -> RankModel:
+    def get_or_create(context: RankContext) -> RankModel:
         """Return the object of this rank."""
         return get_rank(context).registry.get_or_create(RankModel)
 
 
-def prepare_rank(
-    context: RankContext, arguments: MasterArguments, devices: list[str], ranks_by_host: list[range]
-) -> int:
+def prepare_rank(context: RankContext, settings: Settings, arguments: MasterArguments) -> int:
     """Redirect this rank's output to its own pipe, print its device and cores, and return its process ID."""
     import synkhronos.compat  # noqa: F401 - it enables ``import theano``
 
@@ -82,11 +80,10 @@ def prepare_rank(
         for pipe in arguments.output_pipes:
             os.close(pipe)
         cores = arguments.rank_cores[context.number] if arguments.rank_cores else None
-        placement = f"on {devices[context.number]}, {core_binding.describe_binding(cores)}"
+        placement = f"on {settings.devices[context.number]}, {core_binding.describe_binding(cores)}"
     else:
-        RankModel.from_context(context).remote_recorder = start_output_forwarder(context.number)
-        host_ranks = next(ranks for ranks in ranks_by_host if context.number in ranks)
-        device = "cpu" if devices[0] == "cpu" else f"cuda{host_ranks.index(context.number)}"
+        RankModel.get_or_create(context).remote_recorder = start_output_forwarder(context.number)
+        device = f"cuda{context.number - get_rank(context).local_ranks.start}" if settings.on_gpu else "cpu"
         placement = f"on {device} of host {platform.node()}, {core_binding.describe_binding(None)}"
     for stream in (sys.stdout, sys.stderr):  # the supervisor reads UTF-8, whatever the locale
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]
@@ -130,7 +127,7 @@ def build_model(context: RankContext, settings: Settings, exchange_rule: Exchang
         if context.number:
             generator = library.jump_generator(generator, context.number)
         library.set_generator(variable, generator)
-    rank_model = RankModel.from_context(context)
+    rank_model = RankModel.get_or_create(context)
     rank_model.model, rank_model.variables, rank_model.exchanged_quantity = model, variables, exchanged_quantity
     exchange_vector = FlatVariables(variables.exchanged_variables)
     return exchange_vector.size, exchange_vector.dtype.name
@@ -145,7 +142,7 @@ def train_model(
     stop_flag: LocalRows,
 ) -> bool:
     """Train the instance from `build_model`, and call its ``cleanup``.  Return False if a signal stopped it."""
-    rank_model = RankModel.from_context(context)
+    rank_model = RankModel.get_or_create(context)
     model, variables = rank_model.model, rank_model.variables
     assert variables is not None
     if rank_model.exchanged_quantity == "gradient":

@@ -15,7 +15,6 @@ disk, lose lines.
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import errno
 import os
@@ -25,8 +24,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-#: Maximal number of characters of a line; longer lines are split, which limits memory.
-_MAX_LINE_LENGTH = 1 << 20
+#: Maximal number of bytes of a line; longer lines are split, which limits memory.
+_MAX_LINE_NBYTES = 1 << 20
 #: Delimiter before and after a file's name at the start of a line: ASCII's record separator.
 FILE_NAME_MARK = "\x1e"
 #: Pattern of lines that start with a file's name; `mpirun` and other programs print lines without one.
@@ -37,6 +36,18 @@ def split_file_name(line: str) -> tuple[str, str]:
     """Split a line into the name of its file and its text.  The name is empty for lines of other programs."""
     match = _NAMED_LINE.fullmatch(line)
     return (match[1], match[2]) if match else ("", line)
+
+
+def open_standard_streams() -> None:
+    """Open ``/dev/null`` for closed standard streams, whose file descriptors pipes would get otherwise."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    for fd, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(fd, "w", closefd=False))
 
 
 class Console:
@@ -71,30 +82,21 @@ class LineSplitter:
 
     def __init__(self, name: str, output: OutputWriter):
         self._name, self._output = name, output
-        self._decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
-        self._pieces: list[str] = []
-        self._length = 0
+        self._partial_line = bytearray()
 
     def feed(self, data: bytes) -> bool:
         """Write the complete lines, and at the end of the pipe the rest.  Return False at the end."""
-        first, *further = self._decoder.decode(data, not data).split("\n")
-        self._pieces.append(first)
-        self._length += len(first)
-        if further:
-            self._flush()
-            *complete, partial = further
-            for line in complete:
-                self._write(line)
-            self._pieces, self._length = [partial], len(partial)
-        if self._length > (_MAX_LINE_LENGTH if data else 0):
-            self._flush()
+        *line_ends, rest = data.split(b"\n")
+        for line_end in line_ends:
+            self._write_line(line_end)
+        self._partial_line += rest
+        if len(self._partial_line) > (_MAX_LINE_NBYTES if data else 0):
+            self._write_line(b"")
         return bool(data)
 
-    def _flush(self) -> None:
-        self._write("".join(self._pieces))
-        self._pieces, self._length = [], 0
-
-    def _write(self, text: str) -> None:
+    def _write_line(self, line_end: bytes) -> None:
+        text = (self._partial_line + line_end).decode("utf-8", "backslashreplace")
+        self._partial_line.clear()
         self._output.write(*((self._name, text) if self._name else split_file_name(text)))
 
 

@@ -38,7 +38,7 @@ def create_and_lock_run_folder(settings: Settings, command: list[str]) -> IO[str
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / RECORD_FILE, "a")  # noqa: SIM115 - open as long as the run lasts
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise SettingsError(f"folder: {folder} can't be made or written: {error}") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -34,13 +34,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from synkhronos.gpus import format_visible_gpus
 from synkhronos.launcher import core_binding
 from synkhronos.launcher.configuration.settings import Settings
 from synkhronos.launcher.supervision.master_arguments import COMPLETE_EXIT_CODE, MasterArguments
 from synkhronos.launcher.supervision.memory_checkpoint_folder import MemoryCheckpointFolder
-from synkhronos.launcher.supervision.process_environment import make_python_path, open_standard_streams
-from synkhronos.launcher.supervision.rank_output import Console, LineSplitter, OutputWriter
+from synkhronos.launcher.supervision.rank_output import Console, LineSplitter, OutputWriter, open_standard_streams
 from synkhronos.launcher.supervision.run_folder import FAILURE_FILE, PROCESSES_FILE, DeathLog, add_to_run_record
+from synkhronos.ranks.child_process import make_python_path
 from synkhronos.ranks.errors import Death, describe_exit
 from synkhronos.training.checkpoints.checkpoint_folder import copy_checkpoint, list_checkpoints
 from synkhronos.training.loops.death_limit import DeathLimit
@@ -170,10 +171,8 @@ class Supervisor:
         """Return the master's environment, with the run's GPUs and the path of this library."""
         environment = dict(os.environ)
         if self.settings.on_gpu and not self.settings.hosts:  # other hosts choose among their own GPUs
-            visible = environment.get("CUDA_VISIBLE_DEVICES")
             numbers = [int(device.removeprefix("cuda")) for device in self.settings.devices]
-            names = [str(n) for n in numbers] if visible is None else [visible.split(",")[n].strip() for n in numbers]
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+            environment["CUDA_VISIBLE_DEVICES"] = format_visible_gpus(numbers)
         environment["PYTHONPATH"] = make_python_path()
         return environment
 

@@ -81,7 +81,6 @@ class Controller:
         self._local_size = self._global_size = len(self._devices)
         if hosts is not None:
             self._global_size = sum(map(len, hosts.devices_by_host.values()))
-        self._multinode = hosts is not None
         self._pid = os.getpid()
         #: A byte shared with processes forked by this one: 1 after the end of the workers.
         self._workers_ended = mmap.mmap(-1, 1)

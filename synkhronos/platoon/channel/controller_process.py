@@ -10,9 +10,9 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from synkhronos.compat import import_hooks
+from synkhronos.ranks.child_process import make_python_path
 
 #: Environment variable with the arguments of `Controller` as JSON, for scripts that parse no command line.
 ARGUMENTS_VARIABLE = "SYNKHRONOS_PLATOON"
@@ -61,9 +61,7 @@ def start_controller(
         f"exit_with_parent({os.getpid()}, True); "
         "from synkhronos.platoon.channel import controller_process; controller_process.main()"
     )
-    package = str(Path(__file__).resolve().parents[3])  # the child imports this copy of the library
-    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
-    environment = {**os.environ, "PYTHONPATH": path}
+    environment = {**os.environ, "PYTHONPATH": make_python_path()}
     if controller_arguments is not None:
         environment[ARGUMENTS_VARIABLE] = json.dumps(controller_arguments)
     environment.pop(_HOSTS_VARIABLE, None)

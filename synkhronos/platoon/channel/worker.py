@@ -77,10 +77,7 @@ class Worker(metaclass=SingletonType):
         data_port: int | None = None,
         socket_timeout: int = 300000,
         data_hwm: int = 10,
-        port: int | None = None,
     ):
-        if port is not None:
-            raise RuntimeError("port: this parameter is called data_port, as in the Controller")
         if controller_connection.current_connection is None:
             raise PlatoonError("this process has no controller: start NAME_worker.py with `synkhronos platoon NAME`")
         self._controller = controller_connection.current_connection
@@ -88,7 +85,6 @@ class Worker(metaclass=SingletonType):
         first_rank = self.global_rank - self.local_rank  # of this host
         self._lock = get_rank_lock(self._controller.context, first_rank)
         self._holds_lock = False
-        self._multinode = self.local_size < self.global_size
         #: Connection to the queue of mini-batches.
         self._batch_connection: Connection | None = None
         #: Whether this worker has received no mini-batch since its last request.
