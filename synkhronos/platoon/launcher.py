@@ -38,8 +38,8 @@ def run_platoon_launcher() -> None:
 def main(arguments: Sequence[str]) -> int:
     """Run an experiment, and return the exit status.
 
-    It is 0 if the controller and all workers exited with 0; 1 if one of them failed; 2 for wrong arguments; 3 if a
-    process could not be started or was killed, or the experiment was interrupted.
+    It is 0 if the controller and all workers exited with 0, 1 if one of them failed, and 2 for wrong arguments.  It is
+    3 if a process could not be started or was killed, or the experiment was interrupted.
     """
     options = _make_parser().parse_args(arguments)
     name = options.experiment_name

@@ -1,7 +1,7 @@
 """Programs that run on every rank, each at its own pace.
 
-``run`` sends a Python function of the user, the program, to all ranks.  On each rank it is called with a `RankContext`,
-by which the rank communicates, and with local counterparts of its arguments: a `LocalFunction` for a `Function`,
+``run`` sends a Python function of the user, the program, to all ranks.  Its first argument is a `RankContext`, by which
+the rank communicates.  The others are local counterparts of the caller's arguments: a `LocalFunction` for a `Function`,
 `LocalRows` for `Data`, and the rank's own copy of a shared variable.
 """
 

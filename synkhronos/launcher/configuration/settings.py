@@ -44,7 +44,10 @@ def convert_to_settings_error(prefix: str = "") -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Settings:
-    """Checked settings of a run; the table of docs/launcher.rst has the meaning of each."""
+    """Checked settings of a run; the table of docs/launcher.rst has the meaning of each.
+
+    A new setting also needs a parser in `resolve._PARSERS`, without which its value is ignored, and a row in the table.
+    """
 
     #: Name under which Python imports the module with the model class, such as ``"models.mlp"``.
     modelfile: str
