@@ -112,11 +112,6 @@ def make_config(settings: Settings, rank: int, size: int) -> dict[str, Any]:
 def make_instance(model_class: type, config: dict[str, Any]) -> Any:
     """Make an instance of a model class, whose constructor takes the config or no argument."""
     parameters = [p for p in inspect.signature(model_class).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    required = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.KEYWORD_ONLY)]
-    if len(required) > 1:
-        raise ModelInterfaceError(
-            f"{model_class.__name__}(): expected a class that takes one config, got one that takes {required}"
-        )
     return model_class(config) if parameters else model_class()
 
 

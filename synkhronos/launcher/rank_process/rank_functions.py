@@ -38,7 +38,7 @@ from synkhronos.launcher.rank_process.gradient_sum_rule import GradientSumRule
 from synkhronos.launcher.rank_process.model_epoch_loop import ModelEpochLoop
 from synkhronos.launcher.rank_process.model_state import ModelState
 from synkhronos.launcher.rank_process.remote_output import RemoteRecorder, start_output_forwarder
-from synkhronos.launcher.supervision.master_arguments import MasterArguments
+from synkhronos.launcher.supervision.supervisor import MasterArguments
 from synkhronos.programs import LocalRows, RankContext
 from synkhronos.programs.rank_context import get_rank
 from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
@@ -99,7 +99,7 @@ def build_model(context: RankContext, settings: Settings, exchange_rule: Exchang
     config = make_config(settings, context.number, context.size)
     model = make_instance(model_class, config)
     for name in ("rank", "size", "verbose", "seed"):
-        if not hasattr(model, name) and not hasattr(model_class, "__slots__"):
+        if not hasattr(model, name):
             setattr(model, name, config[name])
     context.report_progress()
     set_model_options(model, settings.model_options, exchange_rule, settings.modelclass)
