@@ -80,8 +80,8 @@ def find_lost_hosts(output: str, aliases: Sequence[Sequence[str]]) -> list[int]:
         return [i for i, names in enumerate(aliases) if any(name in named for name in names)]
 
     mpich_pattern, open_mpi_pattern = r"RUNNING AT (\S+) = EXIT CODE: ", r"on node (\S+) exited on signal "
-    # A host is alive if its agent raised an error of MPI, or reports a closed connection.  It is alive, too, if the agent
-    # crashed in MPICH, as an agent does when a peer is lost in the middle of a message.
+    # A host is alive if its agent raised an error of MPI, or reports a closed connection.  A host is also alive if its
+    # agent crashed in MPICH, as an agent does when a peer is lost in the middle of a message.
     follow_up = rf"(?:{int(signal.SIGSEGV)}|{_MPI_ERROR_SIGNAL})\b"
     for pattern in (
         f"{mpich_pattern}(?!{follow_up})",
