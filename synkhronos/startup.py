@@ -69,7 +69,6 @@ class _SetUpRank(Command):
     gpu_numbers: tuple[int, ...] = ()
 
     def without_rank(self, rank_number: int) -> _SetUpRank:
-        """Return a copy of the command without the GPU and cores of one rank."""
         gpus = self.gpus[:rank_number] + self.gpus[rank_number + 1 :]
         cores = [*self.cores[:rank_number], *self.cores[rank_number + 1 :]]
         gpu_numbers = self.gpu_numbers[:rank_number] + self.gpu_numbers[rank_number + 1 :]

@@ -218,7 +218,6 @@ class MpiLink(Link):
     def start_remote_workers(
         self, control: ControlMemory, control_file: io.FileIO | None, master_rank: int, profile: bool
     ) -> socket.socket:
-        """Make the agents start the other hosts' workers.  Return the channel for segments to this host's agent."""
         assert self._channel is not None and control_file is not None
         self._control, self._link_memory = control, LinkMemory(control)
         config = {
@@ -273,12 +272,10 @@ class MpiLink(Link):
 
     @property
     def bytes_sent(self) -> int:
-        """Number of bytes of shared memory that were sent to other hosts."""
         sent = 0 if self._control is None else self._control.words[ControlMemory.BYTES_SENT]
         return self._earlier_bytes_sent + sent
 
     def get_host_name(self, rank: int) -> str:
-        """Return the name of a rank's host."""
         return self.host_names[find_host(self.ranks_by_host, rank)]
 
     def find_failure(self) -> SessionFailure | None:

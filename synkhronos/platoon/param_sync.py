@@ -54,7 +54,6 @@ class EASGD(ParamSyncRule):
         self.alpha = alpha
 
     def update_params(self, local_params: list[np.ndarray], master_params: Sequence[np.ndarray]) -> None:
-        """Move the parameters towards each other."""
         for local, master in zip(local_params, master_params, strict=True):
             force = local.dtype.type(self.alpha) * (local - master)
             local -= force
@@ -70,7 +69,6 @@ class ASGD(ParamSyncRule):
         return super().make_update_function(local_params)
 
     def update_params(self, local_params: list[np.ndarray], master_params: Sequence[np.ndarray]) -> None:
-        """Add the change since the last exchange to the shared parameters, and copy these to the worker."""
         for old_local, local, master in zip(self.old_locals, local_params, master_params, strict=True):
             master += local - old_local
             local[...] = old_local[...] = master

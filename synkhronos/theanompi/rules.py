@@ -59,7 +59,6 @@ class BSP(_StartsRuns, exchange_rules.BSP):
     def init(
         self, devices: Sequence[str] | str | None = None, modelfile: str = "", modelclass: str = "", **settings: Any
     ) -> None:
-        """Start a run with the exchange of the class attributes."""
         with convert_to_settings_error():
             names = ("sync_type", "exch_strategy")
             exchange = merge_tables(parse_exchange_option(name, getattr(self, name)) for name in names)

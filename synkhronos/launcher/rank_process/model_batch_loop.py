@@ -58,7 +58,6 @@ class ModelBatchLoop(BatchLoop):
         super().run()
 
     def iterate_steps(self) -> Iterator[BatchStep]:
-        """Yield the steps of all batches."""
         batch, n_steps = self.state.position["batch"], get_steps_per_batch(self.model)
         # The number of batches is read after the first step, in which a class may divide its data.
         n_batches = self._agree_on_n_batches() if batch else None

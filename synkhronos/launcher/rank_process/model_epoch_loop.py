@@ -146,7 +146,6 @@ class ModelEpochLoop(ReportLoop):
         return super().observe(report)
 
     def train(self) -> bool:
-        """Train to the end of the epoch.  Return False if a signal stops a rank."""
         epoch, is_resumed = self.n_reports, self.state.position["batch"] > 0
         self.state.restore_own_params()
         self.model.epoch = epoch
@@ -259,7 +258,6 @@ class ModelEpochLoop(ReportLoop):
         )
 
     def save(self, report: Report) -> None:
-        """Write a checkpoint after an epoch."""
         self.state.save(report.metrics)
 
     def _save_snapshot(self, epoch: int, is_last: bool) -> None:
