@@ -57,7 +57,7 @@ def make_mpirun_environment() -> dict[str, str]:
         name: value for name, value in os.environ.items() if not name.startswith("PMI") or name.startswith("PMIX_MCA_")
     }
     if nodes := environment.get("SLURM_JOB_NODELIST"):
-        # Open MPI reads hosts and slots from these, which a step redefines.
+        # Open MPI reads hosts and slots from two variables, which a step redefines.
         environment |= {
             "SLURM_NODELIST": nodes,
             "SLURM_TASKS_PER_NODE": f"1(x{environment.get('SLURM_JOB_NUM_NODES', 1)})",

@@ -87,7 +87,7 @@ class BackgroundRun:
     def wait(self) -> Path:
         """Wait for the end of the run, and return its folder.
 
-        Signals of a scheduler are passed on to the run; when it has ended they end this process.
+        Signals of a scheduler are passed on to the run.  After the run has ended, the same signals end this process.
 
         Raises
         ------
@@ -100,7 +100,7 @@ class BackgroundRun:
             received_signals.append(number)
             self._process.send_signal(number)
 
-        # A scheduler ends the job when this process exits, so it exits after the ranks have written their checkpoint.
+        # A scheduler ends the job when this process exits: the ranks have to write their checkpoint before.
         previous_handlers = {}
         if threading.current_thread() is threading.main_thread():
             for number in STOP_SIGNALS:

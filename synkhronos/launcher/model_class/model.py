@@ -36,7 +36,7 @@ def _to_update_dict(updates: Any) -> dict[Any, Any]:
 
 
 def _snapshot_value(shared: SharedVariable) -> Any:
-    """Return a snapshot of a variable's value.  On a GPU it may not be computed yet."""
+    """Return a snapshot of a variable's value.  On a GPU the value may not be computed yet."""
     value = get_library(shared).borrow_value(shared)
     return get_array_device(value).snapshot(value)
 
