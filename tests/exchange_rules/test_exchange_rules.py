@@ -298,14 +298,12 @@ def test_gosgd_keeps_weights_and_weighted_mean(n_ranks, on_device):
     rule = exchange_rules.GoSGD(1.0)
     memory = exchange_rules.allocate_shared_arrays(rule, n_ranks, D, np.dtype("float64"))
     results = synk.run(programs.send_gossip, rule, make_variables(), memory, vectors, sends, on_device)
-    plain = []
     for i in range(len(sends)):
         records = [results[r][0][i] for r in range(n_ranks)]
         total = sum(w + weight_in_flight for w, _, weight_in_flight, _ in records)
         assert total == 1 if n_ranks in (2, 4) else abs(total - 1) < 1e-14
         mean = sum(w * x + weight_in_flight * mail for w, x, weight_in_flight, mail in records)
         np.testing.assert_allclose(mean, vectors.mean(0), **CLOSE)
-        plain.append(np.mean([x for _, x, _, _ in records], axis=0))
     np.testing.assert_allclose(results[0][1], vectors.mean(0), **CLOSE)
     assert sum(weight for _, _, weight in results) == pytest.approx(1, abs=1e-14)
 

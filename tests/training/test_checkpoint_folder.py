@@ -325,7 +325,7 @@ def test_checkpoint_folder_lock_excludes_a_second_process(tmp_path):
                 reader.load()
             return len(reader.list_paths()) == 20
 
-        wait_until(has_all)
+        wait_until(has_all, limit=60)
         stored = [reader.load(path) for path in reader.list_paths()]
         writer = int(stored[0].meta["number"])
         pid, pipe = (first_pid, second_pipe) if writer == 1 else (other, first_pipe)
