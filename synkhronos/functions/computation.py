@@ -81,9 +81,12 @@ class Computation:
     #: Variables, or instances of the library's ``Out``.
     outputs: list[Any]
     output_ops: list[str | None]
+    #: The ops as the user wrote them, some with the prefix ``c_``.
+    output_modes: list[str | None]
     #: Pairs of a shared variable and its new value.
     updates: list[tuple[Any, Any]]
     update_ops: list[str | None]
+    update_modes: list[str | None]
     #: Substitutions in the graph.
     givens: list[tuple[Any, Any]]
     #: Shared variables whose rows ``batch_s`` selects and ``num_slices`` divides.

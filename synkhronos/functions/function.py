@@ -42,12 +42,12 @@ class Function:
     @property
     def output_modes(self) -> list[str | None]:
         """Reduction op of each output, None for the master's own value."""
-        return list(self._computation.output_ops)
+        return list(self._computation.output_modes)
 
     @property
     def update_modes(self) -> list[str | None]:
         """Op of each update, by which `num_slices` accumulates its values."""
-        return list(self._computation.update_ops)
+        return list(self._computation.update_modes)
 
     def __repr__(self) -> str:
         names = ", ".join(spec.name or "_" for spec in self._computation.inputs)
