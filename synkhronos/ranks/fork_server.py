@@ -67,7 +67,7 @@ class ForkServer:
         self, control: ControlMemory, control_file: io.FileIO, channel: socket.socket, *arguments: int
     ) -> int:
         """Start a worker like `worker_main.spawn_worker`, and return its process id."""
-        request = json.dumps([worker_main.ControlLayout.from_memory(control), arguments]).encode()
+        request = json.dumps([worker_main.describe_control_memory(control), arguments]).encode()
         socket.send_fds(self._channel, [request], [control_file.fileno(), channel.fileno()])
         return self._receive()
 

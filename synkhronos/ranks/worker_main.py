@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from synkhronos.containers import BoundedCache
 from synkhronos.ranks.child_process import JOB_SIGNALS, exit_with_parent, spawn
@@ -90,21 +90,10 @@ def main(
             os._exit(code)
 
 
-class ControlLayout(NamedTuple):
-    """Arguments with which another process maps a control memory, passed as JSON."""
-
-    size: int
-    spin_seconds: float
-    #: First of this host's ranks, and the rank after its last.
-    first_rank: int
-    end_rank: int
-    link_nbytes: int
-
-    @classmethod
-    def from_memory(cls, control: ControlMemory) -> ControlLayout:
-        """Return the layout of a control memory."""
-        ranks = control.local_ranks
-        return cls(control.size, control.spin_seconds, ranks.start, ranks.stop, len(control.link_memory))
+def describe_control_memory(control: ControlMemory) -> tuple[float, ...]:
+    """Return the numbers with which another process maps a control memory, for `run_with_inherited_files`."""
+    ranks = control.local_ranks
+    return control.size, control.spin_seconds, ranks.start, ranks.stop, len(control.link_memory)
 
 
 def spawn_worker(
@@ -115,7 +104,7 @@ def spawn_worker(
     The process inherits the environment, `sys.path`, the file of the control memory and the channel.
     """
     files = control_file.fileno(), channel.fileno()
-    own_arguments = [files, ControlLayout.from_memory(control), [from_main_thread, *arguments]]
+    own_arguments = [files, describe_control_memory(control), [from_main_thread, *arguments]]
     return spawn(
         "synkhronos.ranks.worker_main", "run_spawned_worker", own_arguments, files, from_main_thread, os.environ
     )
@@ -129,10 +118,10 @@ def run_spawned_worker() -> NoReturn:
 def run_with_inherited_files(fds: Sequence[int], layout: Sequence[Any], arguments: Sequence[Any]) -> NoReturn:
     """Call `main` with the control memory and the channel whose open files this process has inherited.
 
-    ``layout`` are the fields of the memory's `ControlLayout`, which JSON passes as a list.
+    ``layout`` is the result of `describe_control_memory`.
     """
     control_fd, channel_fd = fds
-    size, spin_seconds, first_rank, end_rank, link_nbytes = ControlLayout(*layout)
+    size, spin_seconds, first_rank, end_rank, link_nbytes = layout
     control = ControlMemory(size, spin_seconds, control_fd, True, range(first_rank, end_rank), link_nbytes)
     os.close(control_fd)
     main(control, socket.socket(fileno=channel_fd), *arguments)
