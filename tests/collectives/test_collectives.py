@@ -4,6 +4,7 @@ import functools
 
 import numpy as np
 import pytest
+from batches import draw_batch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -208,25 +209,6 @@ def test_broadcast_gives_each_rank_a_copy(n):
 
 
 # -- scatter -------------------------------------------------------------------------------------------------
-
-
-@st.composite
-def draw_batch(draw, length):
-    """Draw a batch, and the equivalent NumPy index."""
-    kind = draw(st.sampled_from(["all", "count", "slice", "indexes", "mask"]))
-    if kind == "all":
-        return None, slice(None)
-    if kind == "count":
-        count = draw(st.integers(0, length))
-        return count, slice(count)
-    if kind == "slice":
-        batch = draw(st.slices(length))
-        return batch, batch
-    if kind == "mask":
-        mask = draw(hnp.arrays(bool, length))
-        return mask, mask
-    index = draw(st.lists(st.integers(-length, length - 1), max_size=8)) if length else []
-    return index, np.array(index, int)
 
 
 @given(st.data())

@@ -311,14 +311,6 @@ def test_condition_data_leaves_data_unchanged():
     assert d.data.tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
 
-def test_data_refuses_other_ndim():
-    d = synk.data(np.zeros((2, 2)), name="x")
-    for take in (d.set_value, d.condition_data):
-        with raises(ValueError, "x"):
-            take(np.ones(3))
-    assert d.data.tolist() == [[0.0, 0.0], [0.0, 0.0]]
-
-
 @pytest.mark.parametrize("value", [["a", "b"], [None, None], np.zeros(2, "datetime64[s]"), [b"1", b"2"]])
 def test_data_refuses_non_numbers_even_with_force_cast(value):
     d = synk.data(np.arange(3.0))

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from batches import draw_batch, make_slices
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from messages import raises
@@ -10,49 +11,8 @@ from synkhronos.data_objects.rows import find_max_row, find_min_row, get_share_b
 from synkhronos.devices import take_rows
 
 lengths = st.integers(0, 12)
-bounds = st.none() | st.integers(-15, 15)
-slices = st.builds(slice, bounds, bounds, st.none() | st.integers(-4, 4).filter(bool))
-integer_dtypes = st.sampled_from(["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"])
-
-
-@st.composite
-def draw_indexes(draw, length):
-    """Draw indexes as users write them: lists, tuples, arrays of any integer dtype, strided arrays, ranges."""
-    if not length:
-        return draw(st.sampled_from([[], (), np.empty(0, np.int32), range(0), range(3, 3)]))
-    index = draw(st.lists(st.integers(-length, length - 1), max_size=15))
-    form = draw(st.sampled_from(["list", "tuple", "array", "strided", "range"]))
-    if form == "range":
-        first, last = draw(st.integers(0, length - 1)), draw(st.integers(0, length - 1))
-        step = draw(st.integers(1, 3)) * (1 if last >= first else -1)
-        return range(first, last + (1 if step > 0 else -1), step)
-    if form in ("list", "tuple"):
-        return index if form == "list" else tuple(index)
-    dtype = draw(integer_dtypes)
-    array = np.array(index, np.int64) if dtype.startswith("i") else np.abs(np.array(index, np.int64)) % length
-    array = array.astype(dtype)
-    return np.repeat(array, 2)[::2] if form == "strided" else array
-
-
-@st.composite
-def draw_batch(draw):
-    """Draw a length, a valid batch, and the equivalent NumPy index."""
-    length = draw(lengths)
-    kind = draw(st.sampled_from(["all", "count", "slice", "indexes", "mask"]))
-    if kind == "all":
-        return length, None, slice(None)
-    if kind == "count":
-        count = draw(st.integers(0, length))
-        return length, draw(st.sampled_from([count, np.int16(count), np.uint8(count)])), slice(count)
-    if kind == "slice":
-        batch = draw(slices)
-        return length, batch, batch
-    if kind == "mask":
-        mask = draw(st.lists(st.booleans(), min_size=length, max_size=length))
-        # An empty list is no mask; an empty array of bool is one.
-        return length, mask if mask and draw(st.booleans()) else np.array(mask, bool), np.array(mask, bool)
-    batch = draw(draw_indexes(length))
-    return length, batch, np.array(batch, np.int64)
+#: A length, and `draw_batch` for it.
+cases = lengths.flatmap(lambda length: st.tuples(st.just(length), draw_batch(length)))
 
 
 def make_rows(length, width=2):
@@ -62,16 +22,16 @@ def make_rows(length, width=2):
 # -- select --------------------------------------------------------------------------------------------------
 
 
-@given(draw_batch())
+@given(cases)
 def test_select_equals_numpy_indexing(case):
-    length, batch, index = case
+    length, (batch, index) = case
     data = make_rows(length)
     np.testing.assert_array_equal(take_rows(data, select_rows(batch, length)), data[index])
 
 
-@given(draw_batch())
+@given(cases)
 def test_select_returns_a_range_or_nonnegative_int64(case):
-    length, batch, _ = case
+    length, (batch, _) = case
     rows = select_rows(batch, length)
     assert isinstance(rows, range) or rows.dtype == np.int64 and rows.ndim == 1
     assert all(0 <= row < length for row in rows)
@@ -162,17 +122,9 @@ def test_share_equals_numpy_array_split(count, parts):
         assert np.arange(count)[get_share_bounds(count, parts, part)].tolist() == expected[part].tolist()
 
 
-@given(st.integers(0, 100), st.integers(1, 9))
-def test_share_sizes_differ_by_at_most_one(count, parts):
-    sizes = [len(range(count)[get_share_bounds(count, parts, part)]) for part in range(parts)]
-    assert sum(sizes) == count
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[0] - sizes[-1] <= 1
-
-
-@given(draw_batch(), st.integers(1, 5))
+@given(cases, st.integers(1, 5))
 def test_split_parts_make_up_the_selection(case, count):
-    length, batch, _ = case
+    length, (batch, _) = case
     rows = select_rows(batch, length)
     cut = list(split_selection(rows, count))
     assert len(cut) == count
@@ -180,25 +132,12 @@ def test_split_parts_make_up_the_selection(case, count):
     assert [row for piece in cut for row in piece] == list(rows)
 
 
-@given(draw_batch(), st.integers(1, 4), st.integers(1, 4))
-def test_split_of_shares_covers_all_rows(case, parts, count):
-    length, batch, index = case
-    rows = select_rows(batch, length)
-    data = make_rows(length)
-    cut = [
-        piece
-        for part in range(parts)
-        for piece in split_selection(rows[get_share_bounds(len(rows), parts, part)], count)
-    ]
-    np.testing.assert_array_equal(np.concatenate([take_rows(data, piece) for piece in cut]), data[index])
-
-
 # -- lowest and highest --------------------------------------------------------------------------------------
 
 
-@given(draw_batch())
+@given(cases)
 def test_min_row_and_max_row_equal_numpy(case):
-    length, batch, index = case
+    length, (batch, index) = case
     rows, picked = select_rows(batch, length), np.arange(length)[index]
     assert find_min_row(rows) == (picked.min() if picked.size else 0)
     assert find_max_row(rows) == (picked.max() if picked.size else -1)
@@ -208,9 +147,9 @@ def test_min_row_and_max_row_equal_numpy(case):
 # -- take_rows ----------------------------------------------------------------------------------------------------
 
 
-@given(draw_batch(), st.sampled_from([(), (3,), (2, 2), (0,)]), st.booleans())
+@given(cases, st.sampled_from([(), (3,), (2, 2), (0,)]), st.booleans())
 def test_take_equals_numpy_for_any_shape_and_layout(case, behind, strided):
-    length, batch, index = case
+    length, (batch, index) = case
     data = np.random.default_rng(0).normal(size=(length, *behind))
     if strided:
         data = np.repeat(data, 2, axis=0)[::2]
@@ -221,7 +160,7 @@ def test_take_equals_numpy_for_any_shape_and_layout(case, behind, strided):
     np.testing.assert_array_equal(out, data[index])
 
 
-@given(st.integers(0, 12), slices)
+@given(st.integers(0, 12), make_slices(12))
 def test_take_of_a_range_is_a_view(length, batch):
     data = make_rows(length)
     rows = take_rows(data, select_rows(batch, length))

@@ -70,7 +70,7 @@ def test_run_py_on_a_full_disk_says_so(tmp_path):
     (tmp_path / "copy").mkdir()
     status, output = run(tmp_path / "copy", "env", "pytensor", before=[*mount, str(full)])
     assert status != 0
-    assert output[-1].startswith("run.py: no space left on the disk: the two environments in "), output
+    assert output[-1].startswith("run.py: no space left on the disk: the three environments in "), output
     assert all(line.startswith("run.py: ") for line in output), output
 
 
