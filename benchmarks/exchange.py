@@ -175,7 +175,7 @@ def measure_exchange_share(batch: int) -> None:
             "DiLoCo": exchange_rules.DiLoCo(10),
         }.items():
             x, y = tensor.fmatrix("x"), tensor.ivector("y")
-            loss, params = build_mlp(x, y)
+            loss, params, _ = build_mlp(x, y)
             trainer = make_trainer(loss, params, x, y, updates.momentum, rule, learning_rate=0.01)
             *_, report = trainer.epochs(images, labels, batch_size=batch, epochs=2)
             seconds = report.seconds

@@ -90,7 +90,7 @@ def make_mlp(rng: np.random.Generator, n: int, steps: int, batch: int) -> tuple[
     from benchmarks.gpu_step import LAYERS, build_mlp
 
     x, y = tensor.fmatrix("x"), tensor.ivector("y")
-    loss, params = build_mlp(x, y)
+    loss, params, _ = build_mlp(x, y)
     images = synk.data(rng.random((n * steps * batch, LAYERS[0]), dtype=np.float32))
     labels = synk.data(rng.integers(0, LAYERS[-1], len(images)).astype("int32"))
     return loss, params, x, y, None, images, labels

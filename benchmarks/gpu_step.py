@@ -11,7 +11,7 @@ largest round in microseconds.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -37,21 +37,22 @@ ROWS = 60_000
 LAYERS = (784, 800, 800, 10)
 
 
-def build_mlp(x: Any, y: Any) -> tuple[Any, list[Any]]:
-    """Return the loss and the parameters."""
+def build_mlp(x: Any, y: Any, layers: Sequence[int] = LAYERS) -> tuple[Any, list[Any], Any]:
+    """Return the loss, the parameters and the share of wrong answers."""
     library, tensor = import_graph_library()
     rng = np.random.default_rng(0)
     params, h = [], x
-    for i, (n_in, n_out) in enumerate(zip(LAYERS, LAYERS[1:], strict=False)):
+    for i, (n_in, n_out) in enumerate(zip(layers, layers[1:], strict=False)):
         w = library.shared((rng.standard_normal((n_in, n_out)) / np.sqrt(n_in)).astype("float32"), f"w{i}")
         b = library.shared(np.zeros(n_out, "float32"), f"b{i}")
         params += [w, b]
         h = h.dot(w) + b
-        if i < len(LAYERS) - 2:
+        if i < len(layers) - 2:
             h = tensor.maximum(h, np.float32(0))
     scores = h - h.max(axis=1, keepdims=True)
     log_p = scores - tensor.log(tensor.exp(scores).sum(axis=1, keepdims=True))
-    return -log_p[tensor.arange(y.shape[0]), y].mean(), params
+    loss = -log_p[tensor.arange(y.shape[0]), y].mean()
+    return loss, params, tensor.neq(h.argmax(axis=1), y).mean(dtype="float32")
 
 
 #: Takes a step on each batch of a list, and returns the last loss.
@@ -62,7 +63,7 @@ def make_host_steps(rng: np.random.Generator) -> tuple[TakeSteps, int]:
     """Return a function that takes steps on rows of Data objects, and the number of their rows."""
     _, tensor = import_graph_library()
     x, y = tensor.fmatrix("x"), tensor.ivector("y")
-    loss, params = build_mlp(x, y)
+    loss, params, _ = build_mlp(x, y)
     train = make_train_function(loss, params, x, y, updates.nesterov_momentum, learning_rate=np.float32(0.01))
     images = synk.data(rng.random((ROWS, LAYERS[0]), dtype=np.float32))
     labels = synk.data(rng.integers(0, LAYERS[-1], ROWS).astype("int32"))
@@ -80,7 +81,7 @@ def make_gpu_steps(rng: np.random.Generator, n_ranks: int) -> tuple[TakeSteps, i
     library, tensor = import_graph_library()
     x, y = tensor.fmatrix("x"), tensor.ivector("y")
     images, labels = library.shared(np.zeros((1, LAYERS[0]), "float32")), library.shared(np.zeros(1, "int32"))
-    loss, params = build_mlp(x, y)
+    loss, params, _ = build_mlp(x, y)
     rule, rate = updates.nesterov_momentum, np.float32(0.01)
     train = make_train_function(loss, params, x, y, rule, sliceable_shareds=[images, labels], learning_rate=rate)
     synk.distribute()

@@ -21,11 +21,13 @@ import numpy as np
 import synkhronos as synk
 from benchmarks import make_parser
 from benchmarks._measure import Table, fork_ranks, import_graph_library, print_heading
+from benchmarks.gpu_step import build_mlp
 from synkhronos import exchange_rules
 from synkhronos.training import make_trainer, updates
 
 PERIODS = (1, 4, 16, 64)
-HIDDEN = 100
+#: Lengths of the network's layers.
+LAYERS = (784, 100, 10)
 MOMENTUM = 0.9
 
 
@@ -39,24 +41,6 @@ def load_digits(folder: str | None) -> tuple[np.ndarray, np.ndarray, np.ndarray,
     images = np.concatenate([part.images for part in others])
     labels = np.concatenate([part.labels for part in others])
     return train.images, train.labels, images, labels
-
-
-def build_network() -> tuple[Any, Any, Any, Any, list[Any]]:
-    """Return x, y, loss, error and parameters."""
-    library, tensor = import_graph_library()
-    rng = np.random.default_rng(0)
-    x, y = tensor.fmatrix("x"), tensor.ivector("y")
-    params, h = [], x
-    for i, (n_in, n_out) in enumerate([(784, HIDDEN), (HIDDEN, 10)]):
-        w = library.shared((rng.standard_normal((n_in, n_out)) / np.sqrt(n_in)).astype("float32"), f"w{i}")
-        b = library.shared(np.zeros(n_out, "float32"), f"b{i}")
-        params += [w, b]
-        h = h.dot(w) + b
-        h = tensor.maximum(h, np.float32(0)) if i == 0 else h
-    scores = h - h.max(axis=1, keepdims=True)
-    log_p = scores - tensor.log(tensor.exp(scores).sum(axis=1, keepdims=True))
-    loss = -log_p[tensor.arange(y.shape[0]), y].mean()
-    return x, y, loss, tensor.neq(h.argmax(axis=1), y).mean(dtype="float32"), params
 
 
 def make_configurations(n: int, rate: float) -> dict[str, dict[Any, tuple[Any, Any, float]]]:
@@ -81,7 +65,9 @@ def train(
     rule: Any, step: Any, rate: float, data: tuple[Any, ...], batch: int, epochs: int
 ) -> list[tuple[int, float, float, float]]:
     """Return rows, seconds, loss and error after each epoch."""
-    x, y, loss, error, params = build_network()
+    _, tensor = import_graph_library()
+    x, y = tensor.fmatrix("x"), tensor.ivector("y")
+    loss, params, error = build_mlp(x, y, LAYERS)
     trainer = make_trainer(loss, params, x, y, step, rule, rate, validate={"error": error})
     seconds = 0.0
     results: list[tuple[int, float, float, float]] = []

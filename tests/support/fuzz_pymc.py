@@ -99,7 +99,6 @@ FAMILIES: dict[str, tuple[dict[str, str], str]] = {
 }
 #: Families with functions of their cumulative distribution, so that they can be censored.
 CENSORED = ["Normal", "Laplace", "Gumbel", "Exponential", "Weibull", "LogNormal", "Logistic", "Poisson", "StudentT"]
-SCALAR_KINDS = {"real", "positive", "unit", "count"}
 WIDTH = 3
 NOISES = [0.0, 0.5, 1.0, 2.0, 5.0]
 

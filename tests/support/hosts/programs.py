@@ -385,18 +385,21 @@ def run_rank_programs() -> None:
     n = fork()
     from hosts import programs  # other ranks import it by its name
 
+    def print_sums() -> None:
+        print(*(f"{r}: {total:g}" for r, total in synk.run(programs.communicate)), sep=", ")
+
     large = np.arange(300_000)  # longer than the mailbox
     assert all(np.array_equal(received, large) for received in synk.run(programs.return_value, large))
     for nbytes in range(261_500, 262_200, 50):  # about the size of the mailbox
         assert synk.run(programs.return_value, b"x" * nbytes) == [b"x" * nbytes] * n
     assert all(synk.run(programs.all_reduce_often))
     for _ in range(3):
-        print(synk.run(programs.communicate))
+        print_sums()
     counter = synk.data(np.zeros(100))
     turns = synk.run(rank_programs.add_ones, counter, 50)
     assert np.asarray(counter).tolist() == [50.0 * n] * 100
     assert sorted(turn for rank_turns in turns for turn in rank_turns) == list(range(50 * n))
-    print(synk.run(programs.communicate))
+    print_sums()
 
 
 def add_at_random(context: synk.RankContext, rows: Any, seed: int, failing_rank: int, times: int) -> list[float]:
