@@ -202,20 +202,29 @@ def check_sum(w, total):
     np.testing.assert_array_equal(synk.gather(w), [total * N_RANKS] * N_RANKS)
 
 
-class FailInRepeatedAllReduce(Command):
-    """A repeated all-reduce in which one rank fails instead of starting it."""
+class SlowOperation(PendingOperation):
+    """An operation whose end takes long: the other ranks run the next command already."""
 
-    def __init__(self, command, action="raise"):
-        self.command, self.action = command, action
+    def cancel(self, command_number):
+        time.sleep(0.2)
+
+
+class FailInRepeatedAllReduce(Command):
+    """A repeated all-reduce in which rank 1 fails instead of starting it, or after the start, before it stores results."""
+
+    def __init__(self, command, action="raise", method="all_reduce_into"):
+        self.command, self.action, self.method = command, action, method
 
     def run(self, rank):
         communicator = GPU_DEVICE.get_communicator(rank)
         if rank.number == 1:
-            communicator.all_reduce_into = self.fail
+            setattr(communicator, self.method, self.fail)
+            if self.method == "wait_briefly":
+                rank.pending_operations.insert(0, SlowOperation())
         try:
             self.command.run(rank)
         finally:
-            vars(communicator).pop("all_reduce_into", None)
+            vars(communicator).pop(self.method, None)
 
     def fail(self, *_):
         time.sleep(0.1)  # the other ranks have started it
@@ -239,34 +248,10 @@ def test_death_in_a_repeated_all_reduce_keeps_the_values(fork):
     np.testing.assert_array_equal(np.asarray(w.get_value()), total)
 
 
-class SlowOperation(PendingOperation):
-    """An operation whose end takes long: the other ranks run the next command already."""
-
-    def cancel(self, command_number):
-        time.sleep(0.2)
-
-
-class FailAfterRepeatedAllReduce(Command):
-    """A repeated all-reduce in which a worker fails once all ranks have started it, before it stores the results."""
-
-    def __init__(self, command):
-        self.command = command
-
-    def run(self, rank):
-        communicator = GPU_DEVICE.get_communicator(rank)
-        if rank.number == 1:
-            communicator.wait_briefly = FAULTS["raise"]
-            rank.pending_operations.insert(0, SlowOperation())
-        try:
-            self.command.run(rank)
-        finally:
-            vars(communicator).pop("wait_briefly", None)
-
-
 def test_exception_on_a_worker_after_the_start_of_a_repeated_all_reduce_keeps_the_results(fork):
     w, total, command = prepare_repeated_all_reduce(fork)
     with pytest.raises(synk.WorkerError, match="the sum is odd"):
-        ranks.get_session().run(FailAfterRepeatedAllReduce(command))
+        ranks.get_session().run(FailInRepeatedAllReduce(command, method="wait_briefly"))
     check_sum(w, total * N_RANKS)
 
 
