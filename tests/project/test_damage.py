@@ -1,12 +1,10 @@
 """docs/damage.py reports damaged markup that reStructuredText accepts, and no correct markup."""
 
 import importlib.util
-from pathlib import Path
 
 import pytest
 from docutils.core import publish_doctree
-
-ROOT = Path(__file__).resolve().parents[2]
+from paths import ROOT
 
 WORDS = """
 rank

@@ -5,14 +5,13 @@ import re
 import runpy
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from library import NAME
+from paths import ROOT
 
 import synkhronos as synk
 
-ROOT = Path(__file__).resolve().parents[2]
 MNIST = ROOT / "demos" / "mnist" / "train_mnist.py"
 #: Mode that compiles fastest: the flags of conftest.py let PyTensor's "Mode" rewrite nothing.
 MODE = "Mode" if NAME == "pytensor" else "FAST_COMPILE"

@@ -27,12 +27,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from library import DEVICE, tensor
+from paths import ROOT
 from system import run_code
 
 import synkhronos as synk
 from synkhronos.devices.reduce_op import REDUCE_OPS, ReduceOp
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.rst"))
 HAS_PYTENSOR = importlib.util.find_spec("pytensor") is not None
 HAS_PYMC = importlib.util.find_spec("pymc") is not None

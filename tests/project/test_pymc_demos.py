@@ -7,9 +7,9 @@ import runpy
 import sys
 import time
 import warnings
-from pathlib import Path
 
 import pytest
+from paths import ROOT
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # ArviZ announces its next version
@@ -18,7 +18,6 @@ import pytensor
 
 import synkhronos as synk
 
-ROOT = Path(__file__).resolve().parents[2]
 DEMOS = ROOT / "demos" / "pymc"
 #: Mode that compiles fastest, by Python's linker.
 MODE = "FAST_COMPILE"

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 from library import DEVICE
-
-ROOT = Path(__file__).resolve().parents[2]
+from paths import ROOT
 
 pytestmark = [pytest.mark.skipif(DEVICE != "host", reason="run.py does not depend on the device")]
 

@@ -1,6 +1,5 @@
 """Commands, programs and checks that the tests of GPUs and `gpus/programs` share."""
 
-import hashlib
 import os
 import signal
 import time
@@ -8,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from library import DEVICE, GPU_DEVICE, NAME, read_results, shared
+from library import DEVICE, GPU_DEVICE, NAME, compute_digest, read_results, shared
 from library import tensor as T
 
 import synkhronos as synk
@@ -130,11 +129,6 @@ def run_in_groups(context):
             assert device.owns(result)
             results.append(compute_digest(result))
     return results
-
-
-def compute_digest(*arrays):
-    """Return a digest of arrays."""
-    return hashlib.blake2b(b"".join(np.asarray(a).tobytes() for a in arrays), digest_size=8).hexdigest()
 
 
 def exchange_arrays(context):

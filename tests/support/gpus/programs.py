@@ -10,7 +10,8 @@ import time
 from unittest import mock
 
 import numpy as np
-from gpu_commands import AllReduceRows, FailInAllReduce, compute_digest, exchange_arrays, run_in_groups
+from gpu_commands import AllReduceRows, FailInAllReduce, exchange_arrays, run_in_groups
+from library import compute_digest
 from system import LIMIT, measure_shared_memory
 
 import synkhronos as synk

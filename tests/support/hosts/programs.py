@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import random
@@ -21,7 +20,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import rank_programs
-from library import shared, tensor
+from library import compute_digest, shared, tensor
 from system import list_children
 
 import synkhronos as synk
@@ -42,11 +41,6 @@ def fork() -> int:
     if len(HOSTS) == 1:
         return synk.fork(int(HOSTS[0].partition(":")[2]), use_gpu=False)
     return synk.fork(hosts=HOSTS, use_gpu=False)
-
-
-def compute_digest(*arrays: Any) -> str:
-    """Return a digest of arrays."""
-    return hashlib.blake2b(b"".join(np.asarray(a).tobytes() for a in arrays), digest_size=8).hexdigest()
 
 
 def train_network() -> None:
