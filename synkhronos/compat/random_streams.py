@@ -72,12 +72,11 @@ class RandomStreams:
         with warnings.catch_warnings():
             # Newer PyTensor requires an argument that older versions lack: whether to return the next state.
             warnings.filterwarnings("ignore", "RandomVariable Ops will stop hiding", DeprecationWarning)
-            variable = distribution(*parameters, rng=generator, **kwargs)
-        # The result of some draws is an expression above the node that uses the generator.
-        (next_state,) = (node.outputs[0] for node in apply_ancestors([variable]) if generator in node.inputs)
-        with warnings.catch_warnings():
             # PyTensor's own streams set it too: functions read their updates from it.
             warnings.filterwarnings("ignore", "Setting default_update", DeprecationWarning)
+            variable = distribution(*parameters, rng=generator, **kwargs)
+            # The result of some draws is an expression above the node that uses the generator.
+            (next_state,) = (node.outputs[0] for node in apply_ancestors([variable]) if generator in node.inputs)
             generator.default_update = next_state
         self.state_updates.append((generator, next_state))
         result = variable if transform is None else transform(variable)

@@ -36,19 +36,14 @@ _MAX_COMPARED_SIZE = 1 << 15
 _SAMPLE_SIZE = 1 << 12
 
 
+@dataclass(frozen=True, eq=False)
 class ComputedRows:
-    """Rows that are computed from arrays and shared variables, and again when one of these has changed.
+    """Rows that are computed from arrays and shared variables, and again when one of these has changed."""
 
-    Parameters
-    ----------
-    sources : sequence of ndarray or shared variable
-        The data that the rows depend on.
-    compute : callable
-        Returns the rows of the sources' current values.
-    """
-
-    def __init__(self, sources: Sequence[Any], compute: Callable[[], Any]):
-        self.sources, self.compute = list(sources), compute
+    #: The arrays and shared variables that the rows depend on.
+    sources: list[Any]
+    #: Returns the rows of the sources' current values.
+    compute: Callable[[], Any]
 
 
 class DistributedRows:

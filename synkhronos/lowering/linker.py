@@ -52,17 +52,11 @@ class StaticLengthLinker(JAXLinker):
         import jax
 
         length_graph = self._length_graph
-        if length_graph is None:
-            compiled = jax.jit(fn)
+        n_inputs, n_lengths = len(self.fgraph.inputs), 0 if length_graph is None else length_graph.n_lengths
+        compiled = jax.jit(fn, static_argnums=tuple(range(n_inputs, n_inputs + n_lengths)))
 
-            def run(*values: Any) -> Any:
-                return compiled(*values)
-        else:
-            n = len(length_graph.graph.inputs)
-            compiled = jax.jit(fn, static_argnums=tuple(range(n - length_graph.n_lengths, n)))
-
-            def run(*values: Any) -> Any:
-                return compiled(*values, *length_graph.compute_lengths(values))
+        def run(*values: Any) -> Any:
+            return compiled(*values, *(() if length_graph is None else length_graph.compute_lengths(values)))
 
         run.length_graph, run.compiled = length_graph, compiled  # type: ignore[attr-defined]
         return run

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -153,31 +154,21 @@ def _lower_sum_over_rows(op: SumOverRows, **_: Any) -> Callable[..., Any]:
     """Return a sum as a function of JAX arrays that calls the ranks from this process."""
     import jax
 
-    distributed_sum = op.sum
+    distributed_sum, positions = op.sum, op.sum.float_positions
 
-    def call(compute: Callable[..., Any], result_specs: Any, params: Sequence[Any]) -> Any:
-        # NumPy arrays, so that callbacks compute on the CPU: a GPU is blocked until the callback has returned.
-        return jax.pure_callback(
-            lambda *p: compute([np.asarray(param) for param in p]), result_specs, *params, vmap_method="sequential"
-        )
+    def call(with_gradients: bool, *params: Any) -> Any:
+        def compute(*arrays: Any) -> list[np.ndarray]:
+            # NumPy arrays, so that callbacks compute on the CPU: a GPU is blocked until the callback has returned.
+            point = [np.asarray(array) for array in arrays]
+            return distributed_sum.evaluate(point, True) if with_gradients else [distributed_sum.compute_value(point)]
 
-    def list_specs(params: Sequence[Any], positions: Sequence[int]) -> list[Any]:
-        total = distributed_sum.total.type
-        return [
-            jax.ShapeDtypeStruct((), total.dtype),
-            *(jax.ShapeDtypeStruct(params[i].shape, params[i].dtype) for i in positions),
-        ]
+        differentiable = [params[i] for i in positions if with_gradients]
+        specs = [jax.ShapeDtypeStruct(param.shape, param.dtype) for param in differentiable]
+        total_spec = jax.ShapeDtypeStruct((), distributed_sum.total.type.dtype)
+        return jax.pure_callback(compute, [total_spec, *specs], *params, vmap_method="sequential")
 
-    compute = _make_differentiable(
-        lambda *params: call(lambda p: [distributed_sum.compute_value(p)], list_specs(params, []), params),
-        lambda *params: call(
-            lambda p: distributed_sum.evaluate(p, with_gradients=True),
-            list_specs(params, distributed_sum.float_positions),
-            params,
-        ),
-        dict.fromkeys(distributed_sum.float_positions, 0),
-    )
-    return lambda *params: compute(*params)[0]
+    compute_sums = _make_differentiable(partial(call, False), partial(call, True), dict.fromkeys(positions, 0))
+    return lambda *params: compute_sums(*params)[0]
 
 
 def _make_differentiable(
