@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.devices.jax.xla_ffi import Callback, CallFrame, get_stream, handle_non_execution, register_target
+from synkhronos.devices.jax.xla_ffi import CallFrame, ForeignFunction, get_stream, handle_non_execution, register_target
 from synkhronos.ranks.interrupts import defer_signals
 
 _log = logging.getLogger("synkhronos")
@@ -28,7 +28,7 @@ _probing_threads: list[threading.Thread] = []
 _found_streams: list[ComputeStream] = []
 
 
-@Callback
+@ForeignFunction
 def _stream_callback(address: int) -> None:
     """Record the stream of a call, as a callback can't return it."""
     try:

@@ -29,9 +29,9 @@ from synkhronos.devices.cuda.nccl import NCCL_OPS
 from synkhronos.devices.jax import nccl_handlers
 from synkhronos.devices.jax.xla_communicator import BufferSpan, XlaCommunicator
 from synkhronos.devices.jax.xla_ffi import (
-    Callback,
     CallFrame,
-    create_error,
+    ForeignFunction,
+    create_xla_error,
     get_stream,
     handle_non_execution,
     register_target,
@@ -259,7 +259,7 @@ class FfiCollectives:
             if collectives._handler is None:
                 _log.error("XLA called a collective outside a launch; the call is ignored")
             elif collectives._aborts_on_error and collectives._error is not None:
-                return create_error(frame)
+                return create_xla_error(frame)
             else:
                 handle_call(collectives, frame, collectives._handler)
         # An exception can't pass through XLA.  Only the first error is stored, as it may be the cause of later ones.
@@ -269,7 +269,7 @@ class FfiCollectives:
             else:
                 collectives._error = collectives._error or error
                 if collectives._aborts_on_error:
-                    return create_error(frame)
+                    return create_xla_error(frame)
         return None
 
     def handle_start(self, frame: Any, handler: CollectiveHandler) -> None:
@@ -293,12 +293,12 @@ class FfiCollectives:
             handler.order_after_started(get_stream(frame))
 
 
-@Callback
+@ForeignFunction
 def _start_callback(address: int) -> int | None:
     return FfiCollectives.dispatch(address, FfiCollectives.handle_start)
 
 
-@Callback
+@ForeignFunction
 def _finish_callback(address: int) -> int | None:
     return FfiCollectives.dispatch(address, FfiCollectives.handle_finish)
 

@@ -43,7 +43,7 @@ class _StreamGet(_Struct):
 
 
 #: A foreign function: takes the address of a `CallFrame`; returns the address of an error, or None.
-Callback = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
+ForeignFunction = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 
 
 class _Api(_Struct):
@@ -52,9 +52,9 @@ class _Api(_Struct):
         ("internal", ctypes.c_void_p),
         ("error_create", ctypes.c_void_p),
         ("error_get_message", ctypes.c_void_p),
-        ("error_destroy", Callback),
+        ("error_destroy", ForeignFunction),
         ("handler_register", ctypes.c_void_p),
-        ("stream_get", Callback),
+        ("stream_get", ForeignFunction),
     ]
 
 
@@ -115,10 +115,10 @@ class _ErrorCreate(_Struct):
     _fields_ = [("message", ctypes.c_char_p), ("code", ctypes.c_int)]
 
 
-def create_error(frame: Any) -> int:
-    """Return the address of a new error.  A callback returns it to XLA to end the launch."""
+def create_xla_error(frame: Any) -> int:
+    """Return the address of a new error.  A foreign function returns it to XLA to end the launch."""
     request = _ErrorCreate(ctypes.sizeof(_ErrorCreate), None, b"an all-reduce failed", _ABORTED)
-    address: int = Callback(frame.api.contents.error_create)(ctypes.addressof(request))
+    address: int = ForeignFunction(frame.api.contents.error_create)(ctypes.addressof(request))
     return address
 
 
