@@ -2,10 +2,9 @@
 
 For each head, attention is ``softmax(query @ key.T * scale) @ value`` (arXiv:1706.03762).
 
-PyTensor differentiates a graph before it is compiled.  A forward pass of products and softmax would get a backward pass
-that reads the matrix of attention weights, but a fused kernel does not store this matrix.  Therefore attention is one
-Op, and its gradient another.  In all modes but JAX mode, and for float64, a rewrite decomposes both into products and
-softmax.
+PyTensor differentiates a graph before it is compiled.  The gradient of products and softmax reads the matrix of
+attention weights, which a fused kernel does not store.  Therefore attention is one Op, and its gradient another.  In
+all modes but JAX mode, and for float64, a rewrite decomposes both into products and softmax.
 
 .. code-block:: text
 

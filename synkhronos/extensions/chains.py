@@ -1,7 +1,7 @@
 """Ranks for each chain of a sampler that computes chains in processes of their own.
 
 PyMC forks one process for each chain.  Such a process is a copy of the master, but cannot use the master's ranks.  At
-its first evaluation it starts ranks of its own: the master's number of ranks, divided by the number of chains that run
+its first evaluation it starts ranks of its own.  Their number is the master's, divided by the number of chains that run
 at a time.  Rows are not copied, since the ranks of a chain inherit the arrays.  docs/internals.rst has a diagram.
 """
 

@@ -97,7 +97,7 @@ def sum_over_rows(terms: Variable, rows: Mapping[Any, Any], name: str | None = N
     broadcast at each evaluation.  Constants are sent once.
 
     The rows are scattered at the first evaluation, and again after `synkhronos.fork` or after a shared variable's
-    ``set_value``.  Arrays that are changed in place are scattered again as well, if the change is found: of an array
+    ``set_value``.  An array that is changed in place is scattered again if an evaluation finds the change.  Of an array
     with more than 32,768 elements, an evaluation compares only a sample.
 
     The sum over no rows is 0.

@@ -1,7 +1,7 @@
 """Compiled PyTensor functions as functions of JAX arrays, for XLA to trace.
 
-PyTensor's compiled function provides the graph and the storages.  An engine calls the JAX function itself, to fuse it
-with other functions and an all-reduce into one XLA program, and to donate the arrays that are updated.
+PyTensor's compiled function provides the graph and the storages.  An engine calls the JAX function itself.  So it can
+fuse several functions and an all-reduce into one XLA program, and donate the arrays that are updated.
 """
 
 from __future__ import annotations

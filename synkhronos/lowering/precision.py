@@ -5,7 +5,7 @@ applies to GPUs:
 
 - A product gets its factors in bfloat16, accumulates in float32, and rounds its result.  The result is thus written and
   read in half the bytes.  Gradients of weight matrices, and outputs of the graph, stay float32.
-- A node that computes such a factor by one kernel, as elementwise nodes do, rounds its output, so that XLA writes it to
+- A node that computes such a factor by one kernel, as elementwise nodes do, rounds its output.  XLA then writes it to
   memory once, in bfloat16.  This matters because convolutional networks are limited by memory bandwidth.
 
 Ops of this library have attributes for this: ``is_product``, ``is_single_kernel`` (one kernel writes its output) and
@@ -89,9 +89,9 @@ def _is_rounded(variable: Variable, graph: FunctionGraph) -> bool:
 def _is_result_rounded(variable: Variable, graph: FunctionGraph) -> bool:
     """Whether the result of a product is rounded.
 
-    A result is not rounded if an output of the graph has its elements, or elementwise functions of them: such outputs
-    are gradients of parameters, and predictions, but not losses.  A result that is only summed is not rounded either,
-    since XLA can make a sum over a batch of products one product.
+    A result is not rounded if an output of the graph has its elements, or elementwise functions of them.  Gradients of
+    parameters and predictions are such outputs, but losses are not.  Nor is a result rounded that is only summed, since
+    XLA can make a sum over a batch of products one product.
     """
     from pytensor.graph.fg import Output
     from pytensor.tensor.basic import Join

@@ -1,7 +1,7 @@
 """Random generators in JAX mode: the keys that compiled functions draw from.
 
 A shared variable holds a NumPy Generator.  PyTensor gives each compiled function a dict with a JAX key made from the
-generator, so two functions with one generator would draw the same numbers.  Here, all functions with a generator share
+generator.  Two functions with one generator would then draw equal numbers.  Here, all functions with a generator share
 one storage of its key::
 
     container of the shared variable         key storage

@@ -407,8 +407,8 @@ def _index_with_lengths(
     """Index an array, or update it by index, with given lengths of the slices at ``positions``.
 
     The bounds of these slices may be traced.  The operands are the array, and for an update also the new values.
-    Unless ``is_exact``, the result is filled with `_get_invalid_value` if a slice has another length, for example where
-    it extends beyond the end, since its shape can't change.
+    A slice may have another length, for example where it extends beyond the end.  The shape of the result can't change,
+    so unless ``is_exact`` the result is then filled with `_get_invalid_value`.
     """
     import jax.numpy as jnp
 

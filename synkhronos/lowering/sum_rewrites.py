@@ -3,7 +3,7 @@
 PyTensor simplifies a graph for loops on a CPU, in two ways that cost a GPU time in the backward pass of a residual
 network:
 
-- It flattens sums of sums.  The gradient of each block then is a sum of all terms of all later blocks, instead of the
+- It flattens sums of sums.  The gradient of each block then is a sum of all terms of all later blocks.  It could be the
   gradient of the next block and a few terms.  `PartialSumRewriter` reuses the sum of the next block.
 - The gradient of ``x - mean(x)`` subtracts a mean of terms that themselves depend on a sum over the same axis, and XLA
   reads all arrays twice.  `split_centered_sums` sums these terms separately, in the first pass.

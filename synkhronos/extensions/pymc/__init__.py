@@ -67,8 +67,8 @@ def data_parallel(model: Any, ranks: str | None = None, chains: int | None = Non
     ``pm.compute_log_likelihood`` compute in this process alone; `sample_posterior_predictive` and
     `compute_log_likelihood` of this module compute in parallel.
 
-    Use ``pm.set_data`` for new rows.  If an array is changed in place, an evaluation notices it only if the array has
-    up to 32,768 elements, or most of its rows were changed.
+    Use ``pm.set_data`` for new rows.  An evaluation notices a change in place only of an array of up to 32,768
+    elements, or of most rows of a larger one.
 
     Examples
     --------

@@ -1,7 +1,7 @@
 """The class of models that `synkhronos.extensions.pymc.data_parallel` returns.
 
-All samplers of PyMC start from ``Model.logp``, an expression.  The class replaces it: the terms of observed variables
-that are sums over rows become sums over rows on the ranks, and everything else stays as PyMC builds it.
+All samplers of PyMC start from ``Model.logp``, an expression.  The class replaces those of its terms that are sums over
+rows by sums over rows on the ranks.  Everything else stays as PyMC builds it.
 
 PyMC is imported with this module.
 """

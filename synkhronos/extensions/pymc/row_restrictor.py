@@ -2,7 +2,7 @@
 
 An expression is row-wise if row ``i`` of its value depends on row ``i`` of the data, and otherwise on nothing that has
 rows.  The search starts at the output and walks to the inputs, with one rule for each operation (`rowwise_rules`).  For
-example, rows of ``a + b`` need the same rows of ``a`` and of ``b``; rows of ``effects[group]`` need rows of ``group``,
+example, rows of ``a + b`` need the same rows of ``a`` and of ``b``.  Rows of ``effects[group]`` need rows of ``group``,
 and all of ``effects``.  The search ends at data, which are replaced by inputs of any number of rows, and at parameters,
 which stay as they are.  An operation that mixes rows, or that has no rule, raises `NotRowwiseError`.
 """

@@ -228,8 +228,8 @@ def batched_dot(a: Any, b: Any) -> Any:
 def batched_tensordot(x: Any, y: Any, axes: Any = 2) -> Any:
     """Return the tensor products of pairs along the first axis, summed over some axes.
 
-    ``axes`` is the number of axes summed over, the last of ``x`` and the first of ``y`` after the axis of pairs; or two
-    lists with the axes of each.
+    ``axes`` is two lists with the summed axes of ``x`` and of ``y``.  A number n stands for the last n axes of ``x``,
+    and for the first n axes of ``y`` after the axis of pairs.
     """
     x, y = pt.as_tensor_variable(x), pt.as_tensor_variable(y)
     if isinstance(axes, int):
