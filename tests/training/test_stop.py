@@ -293,13 +293,13 @@ def test_signal_of_a_scheduler_ends_a_program(tmp_path, how):
 
 def test_signal_stops_all_ranks_after_the_same_round():
     """Two hosts' pools of ranks count their batches separately."""
-    from synkhronos.training.trainer.local_batch_loop import LocalBatchLoop, _SharedBatchCounts
+    from synkhronos.training.trainer.local_batch_loop import LocalBatchLoop
 
     plan = SimpleNamespace(rank_groups=[range(2), range(2, 3)], batch_size=10, start=30, stop=1000, can_stop=True)
     counts = SimpleNamespace(array=np.array([7, 0, 2, 0]))
     lock = SimpleNamespace(pull=lambda *_: None, push=lambda *_: None)
     loop = LocalBatchLoop.__new__(LocalBatchLoop)
-    loop.plan, loop._batch_counts, loop.max_steps_per_launch = plan, _SharedBatchCounts(counts), 2
+    loop.plan, loop._batch_counts, loop.max_steps_per_launch = plan, counts, 2
     loop.periodic_exchange = SimpleNamespace(restart_countdown=lambda: 64)
     loop.meter = SimpleNamespace(time_activity=lambda _: threading.Lock())
     seen = {0: [], 2: []}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,39 +23,13 @@ from synkhronos.training.trainer.trainer_batch_loop import BatchGroup, TrainerBa
 from synkhronos.variable_types import SharedVariable
 
 
-class _SharedBatchCounts:
-    """Counts of the batches that each group of ranks has taken, in memory of all ranks; to be used with `lock` held.
-
-    The array has an element for each rank.  The element of a group's first rank is the count of the group.  One more
-    element is the number of rounds after which a signal stops training; a round is one batch of each rank.
-    """
-
-    def __init__(self, rows: LocalRows):
-        self.rows = rows
-
-    def get_count(self, group: range) -> int:
-        """Return the number of batches that a group has taken."""
-        return int(self.rows.array[group.start])
-
-    def add(self, group: range, n_batches: int) -> None:
-        """Count further batches of a group."""
-        self.rows.array[group.start] += n_batches
-
-    @property
-    def last_round(self) -> int:
-        """Number of the round, from 1, after which training stops, or 0 without a signal."""
-        return int(self.rows.array[-1])
-
-    def stop_after_started_rounds(self, rank_groups: Iterable[range]) -> None:
-        """Set `last_round` to the latest round from which some group has taken a batch, but at least to 1."""
-        self.rows.array[-1] = max(1, *(-(-self.get_count(group) // len(group)) for group in rank_groups))
-
-
 class LocalBatchLoop(TrainerBatchLoop):
     """Loop of one rank over its own batches, whose steps are calls of a compiled function.
 
-    ``step`` returns the loss, followed by the weight if there is one.  ``batch_counts`` is the array of a
-    `_SharedBatchCounts`, which asynchronous rules use.
+    ``step`` returns the loss, followed by the weight if there is one.  Asynchronous rules use ``batch_counts``, an
+    array with an element for each rank, and one more.  The element of a group's first rank is the number of batches
+    that the group has taken.  The last element is the number of rounds after which a signal stops training, or 0.  A
+    round is one batch of each rank.
     """
 
     def __init__(
@@ -76,7 +50,7 @@ class LocalBatchLoop(TrainerBatchLoop):
         super().__init__(plan, source, meter, plan.batch_size, context.is_master)
         self.context, self.exchange_rule, self.state = context, spec.exchange_rule, state
         self.on_poll = context.report_progress
-        self._step, self._learning_rate, self._batch_counts = step, learning_rate, _SharedBatchCounts(batch_counts)
+        self._step, self._learning_rate, self._batch_counts = step, learning_rate, batch_counts
         self.periodic_exchange = PeriodicExchange(context, spec.exchange_rule, state, meter.seconds)
         #: Weights of the steps since the last exchange.
         self._unexchanged_weights: list[Any] = []
@@ -106,16 +80,17 @@ class LocalBatchLoop(TrainerBatchLoop):
 
     def _iterate_taken_batches(self) -> Iterator[BatchGroup]:
         """Yield batches that this rank takes from a counter that all ranks share."""
-        plan, n_ranks, counts = self.plan, self.context.size, self._batch_counts
+        plan, n_ranks, counts = self.plan, self.context.size, self._batch_counts.array
         group = next(group for group in plan.rank_groups if self.context.number in group)
         while True:
             n_batches = min(self.periodic_exchange.restart_countdown(), self.max_steps_per_launch)
             with self.meter.time_activity("load"), self.context.lock(n_ranks + BATCH_COUNTS_LOCK) as lock:
-                lock.pull(counts.rows)
-                n_taken = counts.get_count(group)
-                if plan.can_stop and get_requested_stop() and not counts.last_round:
-                    counts.stop_after_started_rounds(plan.rank_groups)
-                last_round = counts.last_round
+                lock.pull(self._batch_counts)
+                n_taken = int(counts[group.start])
+                if plan.can_stop and get_requested_stop() and not counts[-1]:
+                    # The latest round from which some group has taken a batch.
+                    counts[-1] = max(1, *(-(-counts[other.start] // len(other)) for other in plan.rank_groups))
+                last_round = int(counts[-1])
                 if last_round:  # all groups stop after the same round, so that the rows trained on are one range
                     n_batches = min(n_batches, last_round * len(group) - n_taken)
                 # A round is n_ranks successive batches, numbered as the ranks.  A group takes those of its ranks.
@@ -124,8 +99,8 @@ class LocalBatchLoop(TrainerBatchLoop):
                     for i in range(n_taken, n_taken + n_batches)
                 ]
                 starts = [start for start in starts if start + plan.batch_size <= plan.stop] or starts[:1]
-                counts.add(group, len(starts))
-                lock.push(counts.rows)
+                counts[group.start] += len(starts)
+                lock.push(self._batch_counts)
             if not starts or starts[0] >= plan.stop:
                 stop = plan.start + last_round * n_ranks * plan.batch_size if last_round else plan.stop
                 self.end = min(plan.stop, stop)
