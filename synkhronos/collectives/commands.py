@@ -5,6 +5,7 @@ common data, every rank derives whether the collective is possible, and whether 
 of `NUMPY` transfers the arrays.  Nothing is changed before all checks have passed on every rank.
 
 A repeated `all_reduce`, as in a training loop, only compares a digest while the layouts don't change (`AllReducePlan`).
+Small arrays in host memory are reduced after the barrier at which the digests are compared.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
@@ -31,12 +32,17 @@ from synkhronos.devices import (
     get_device,
     get_rank_device,
 )
+from synkhronos.devices.multi_host_communicator import get_numpy_communicator
+from synkhronos.devices.reduce_op import REDUCE_OPS
+from synkhronos.devices.shared_memory_communicator import compute_aligned_nbytes, compute_nbytes
 from synkhronos.graph_libraries import GraphLibrary, get_library
 from synkhronos.graph_libraries.library import get_storage, has_other_references
 from synkhronos.ranks import ArrayLocation, Command, PendingOperation, Rank, RowAccess
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.replication.random_streams import jump_to_rank
 from synkhronos.variable_types import Array, SharedVariable
+
+T = TypeVar("T")
 
 
 class _Transfer(NamedTuple):
@@ -347,12 +353,32 @@ class AllReduceValues(Command):
         """Check that shapes are equal, then reduce."""
         if rank.size == 1:
             return
-        plan, digests_differ = rank.registry.get_or_create(_AllReducePlans).get(self), False
+        plan = rank.registry.get_or_create(_AllReducePlans).get(self)
         if plan is not None and plan.early_communicator is not None and plan.is_valid(rank):
-            if plan.all_reduce_early(rank, self.op):
-                return
+            if not plan.all_reduce_early(rank, self.op):
+                self.agree_on_plan(rank, digests_differ=True).all_reduce(rank, self.op)
+        else:
+            self.reduce_and_run(rank, None)
+
+    def reduce_and_run(self, rank: Rank, operation: Callable[[], T] | None, is_collective: bool = False) -> T | None:
+        """Reduce, then run an operation on all ranks or, after an interrupt of the master, on none of them.
+
+        Small values in host memory take one barrier, and then the reduction is part of the operation.
+        """
+        plan, digests_differ = rank.registry.get_or_create(_AllReducePlans).get(self), False
+        if plan is not None and plan.contributions and plan.is_valid(rank):
+            have_reduced, result = plan.reduce_small_and_run(rank, self.op, operation, is_collective)
+            if have_reduced:
+                return result
             digests_differ = True
-        self.agree_on_plan(rank, digests_differ).all_reduce(rank, self.op)
+        plan = self.agree_on_plan(rank, digests_differ)
+        if plan.contributions:
+            return plan.reduce_small_and_run(rank, self.op, operation, is_collective)[1]
+        plan.all_reduce(rank, self.op)
+        if operation is None:
+            return None
+        plan.wait_until_started()
+        return rank.run_on_all_or_no_rank(operation, is_collective)
 
     def agree_on_plan(self, rank: Rank, digests_differ: bool = False) -> AllReducePlan:
         """Return the plan, after all ranks have made new ones if theirs differ; a collective operation.
@@ -394,6 +420,10 @@ class AllReducePlan(NamedTuple):
     By the ``early_communicator``, if there is one, ranks start the all-reduce before they compare digests.  The results
     are written into ``targets`` (an array or None for each variable), so the variables are unchanged if some rank does
     not start.
+
+    If all variables are small and transferred through host memory, ``contributions`` are views of scratch memory, as
+    `SharedMemoryCommunicator.map_small_arrays` returns them, and else empty.  Ranks write their values there, and
+    compare the digests, at one barrier.
     """
 
     variables: list[PlannedVariable]
@@ -402,6 +432,7 @@ class AllReducePlan(NamedTuple):
     digest: bytes
     early_communicator: EarlyCommunicator | None
     targets: list[Any]
+    contributions: list[list[np.ndarray]]
 
     @classmethod
     def from_replicas(cls, rank: Rank, keys: Sequence[Any], replicas: Sequence[VariableReplica]) -> AllReducePlan:
@@ -415,14 +446,21 @@ class AllReducePlan(NamedTuple):
             for key, own in zip(keys, replicas, strict=True)
         ]
         layouts = tuple([(*variable.layout, variable.device.name) for variable in variables])
-        nbytes = sum(math.prod(shape) * dtype.itemsize for (_, _, (shape, dtype), *_) in variables)
-        early_communicator = None
+        own_layouts = [variable.layout for variable in variables]
+        nbytes, early_communicator = sum(map(compute_nbytes, own_layouts)), None
         if isinstance(device_communicator, EarlyCommunicator) and 0 < nbytes <= device_communicator.max_early_nbytes:
             if all(variable.communicator is device_communicator for variable in variables):
                 early_communicator = device_communicator
+        host_communicator = get_numpy_communicator(rank)
+        contributions = []
+        if sum(map(compute_aligned_nbytes, own_layouts)) <= host_communicator.max_small_nbytes and all(
+            variable.communicator is host_communicator for variable in variables
+        ):
+            contributions = host_communicator.map_small_arrays(own_layouts)
         # This digest differs from the one in `prepare_replicas`, which a rank without a valid plan compares.
         digest = rank.compute_digest(("plan", layouts, generation))
-        return cls(variables, device_communicator, generation, digest, early_communicator, [None] * len(variables))
+        targets = [None] * len(variables)
+        return cls(variables, device_communicator, generation, digest, early_communicator, targets, contributions)
 
     def is_valid(self, rank: Rank) -> bool:
         """Whether the layouts of this rank's variables, and its connection, have not changed."""
@@ -432,21 +470,51 @@ class AllReducePlan(NamedTuple):
                 return False
         return self.device_communicator.generation == self.generation
 
+    def reduce_small_and_run(
+        self, rank: Rank, op: str, operation: Callable[[], T] | None, is_collective: bool
+    ) -> tuple[bool, T | None]:
+        """Compare digests and reduce as `all_reduce`, and run an operation, on all ranks or on none of them.
+
+        Return whether the digests are equal, and the operation's result.  If they differ, nothing has been changed.
+        """
+        communicator = get_numpy_communicator(rank)
+        contributions = self.contributions[communicator.get_next_half()]
+        for (key, library, _, device, _, _), arrays in zip(self.variables, contributions, strict=True):
+            arrays[rank.number] = device.to_numpy(library.borrow_value(rank.get_object(key)))
+        barrier_number = rank.publish_digest(self.digest)
+
+        def store_and_run() -> tuple[bool, T | None]:
+            if not rank.has_equal_digests(barrier_number):
+                return False, None
+            communicator.switch_scratch_halves()
+            for (key, library, layout, device, _, _), arrays in zip(self.variables, contributions, strict=True):
+                shared = rank.get_object(key)
+                value = library.borrow_value(shared)
+                array = NUMPY.as_writable(value, True) if device is NUMPY else np.empty(*layout)
+                array[...] = REDUCE_OPS[op].reduce_first_axis(arrays)
+                new = array if device is NUMPY else device.from_numpy(array)
+                if new is not value:
+                    library.store_value(shared, new)
+            return True, None if operation is None else operation()
+
+        return rank.run_on_all_or_no_rank(store_and_run, is_collective)
+
     def all_reduce(self, rank: Rank, op: str) -> None:
         """Reduce into every rank's variables."""
         written = []
-        for key, library, _, device, transport_device, communicator in self.variables:
-            shared = rank.get_object(key)
-            if transport_device is not device:
-                array = np.array(device.to_numpy(library.borrow_value(shared)), order="C")
+        # Once all ranks have started, each of them has to store the results.
+        with rank.barriers.defer_signals_until_late():
+            for key, library, _, device, transport_device, communicator in self.variables:
+                shared = rank.get_object(key)
+                if transport_device is not device:
+                    array = np.array(device.to_numpy(library.borrow_value(shared)), order="C")
+                    communicator.all_reduce(array, op)
+                    library.store_value(shared, device.from_numpy(array))
+                    continue
+                is_referenced = has_other_references(get_storage(shared))
+                array = device.as_writable(library.borrow_value(shared), is_referenced)
                 communicator.all_reduce(array, op)
-                library.store_value(shared, device.from_numpy(array))
-                continue
-            is_referenced = has_other_references(get_storage(shared))
-            array = device.as_writable(library.borrow_value(shared), is_referenced)
-            communicator.all_reduce(array, op)
-            written.append((library, shared, device, array))
-        with defer_signals():  # once all ranks have started, each of them has to store the results
+                written.append((library, shared, device, array))
             self.device_communicator.notify_started()
             is_complete = self.device_communicator.wait_briefly()
             for library, shared, device, array in written:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -32,8 +32,8 @@ class Communicator(ABC):
     def connect(self, generations: Sequence[int]) -> None:  # noqa: B027 - most need no connection
         """Connect all ranks, unless the ``generations`` of all ranks show that they share a connection."""
 
-    def wait_until_started(self, on_poll: Callable[[], None] | None = None) -> None:  # noqa: B027 - as above
-        """Wait until all ranks have started their pending collectives.  Meanwhile call ``on_poll``, which may raise."""
+    def wait_until_started(self) -> None:  # noqa: B027 - as above
+        """Wait until all ranks have started their pending collectives."""
 
     def notify_started(self) -> None:  # noqa: B027 - as above
         """Notify the other ranks, without waiting, that this rank has started its collectives.

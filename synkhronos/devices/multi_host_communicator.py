@@ -61,6 +61,11 @@ class MultiHostCommunicator(SharedMemoryCommunicator):
         )
         self._is_first, self._is_last = self._local_ranks.start == 0, self._local_ranks.stop == rank.size
 
+    @property
+    def max_small_nbytes(self) -> int:
+        """Return 0: ranks of other hosts can't read this host's scratch memory."""
+        return 0
+
     def broadcast(self, array: np.ndarray, root: int) -> None:
         content = as_bytes(array)
         self._stream_bytes(
@@ -114,7 +119,7 @@ class MultiHostCommunicator(SharedMemoryCommunicator):
         for offset in range(0, nbytes, FRAME_NBYTES):
             frame_nbytes = min(FRAME_NBYTES, nbytes - offset)
             if source_pipe is self._local_stream:
-                content = self._switch_scratch_halves()[root - local_ranks.start][:frame_nbytes]
+                content = self.switch_scratch_halves()[root - local_ranks.start][:frame_nbytes]
                 if number == root and source is not None:
                     copy_bytes(source, offset, content)
                 self._local_stream.advance()
@@ -149,7 +154,7 @@ class MultiHostCommunicator(SharedMemoryCommunicator):
         for offset in range(0, n_items, chunk_items):
             count = min(chunk_items, n_items - offset)
             low, high = (count * i // len(local_ranks) for i in (local_index, local_index + 1))
-            halves = [half[: count * dtype.itemsize].view(dtype) for half in self._switch_scratch_halves()]
+            halves = [half[: count * dtype.itemsize].view(dtype) for half in self.switch_scratch_halves()]
             if source is not None and not is_array:
                 source.copy_to(as_bytes(halves[local_index]), offset * dtype.itemsize)
             elif source is not None:

@@ -29,6 +29,8 @@ from synkhronos.ranks.control_memory import SCRATCH_NBYTES
 
 #: Maximal number of bytes of all contributions to a reduction that each rank reduces completely, to save a barrier.
 _MAX_SMALL_NBYTES = 1 << 17
+#: Alignment of small arrays in scratch memory: a cache line; no item of an array is larger.
+_ALIGNMENT_NBYTES = 64
 
 
 class SharedMemoryCommunicator(Communicator):
@@ -40,15 +42,37 @@ class SharedMemoryCommunicator(Communicator):
         self._halves = np.frombuffer(rank.control.scratch, np.uint8).reshape(-1, 2, SCRATCH_NBYTES).swapaxes(0, 1)
         self._command_number = self._half = 0
 
-    def _switch_scratch_halves(self) -> np.ndarray:
+    def switch_scratch_halves(self) -> np.ndarray:
         """Switch to the other halves of all scratch areas for the next chunk, and return them in rank order.
 
         Alternation restarts with each command, as ranks may have left a cancelled command at different chunks.
         """
-        if self._command_number != self._rank.command_number:
-            self._command_number, self._half = self._rank.command_number, 0
-        self._half ^= 1
+        self._half, self._command_number = self.get_next_half(), self._rank.command_number
         return self._halves[self._half]
+
+    @property
+    def max_small_nbytes(self) -> int:
+        """Maximal number of bytes of small arrays, of which each rank reduces all contributions."""
+        return _MAX_SMALL_NBYTES // self._rank.size
+
+    def map_small_arrays(self, layouts: Sequence[ArrayLayout]) -> list[list[np.ndarray]]:
+        """Return views of scratch memory for small arrays of all ranks: for both halves, an array for each layout.
+
+        Axis 0 is the rank's.
+        """
+        views_by_half = []
+        for halves in self._halves:
+            views, start = [], 0
+            for shape, dtype in layouts:
+                memory = halves[:, start : start + compute_nbytes((shape, dtype))]
+                views.append(memory.view(dtype).reshape(len(halves), *shape))
+                start += compute_aligned_nbytes((shape, dtype))
+            views_by_half.append(views)
+        return views_by_half
+
+    def get_next_half(self) -> int:
+        """Return the index of the half of the next chunk, to which `switch_scratch_halves` will switch."""
+        return self._half ^ 1 if self._command_number == self._rank.command_number else 1
 
     def broadcast(self, array: np.ndarray, root: int) -> None:
         rank, source = self._rank, as_bytes(array)
@@ -56,7 +80,7 @@ class SharedMemoryCommunicator(Communicator):
             return
         for offset in range(0, source.size, SCRATCH_NBYTES):
             chunk = source[offset : offset + SCRATCH_NBYTES]
-            shared = self._switch_scratch_halves()[root][: chunk.size]
+            shared = self.switch_scratch_halves()[root][: chunk.size]
             if rank.number == root:
                 shared[:] = chunk
             rank.barrier()
@@ -91,7 +115,7 @@ class SharedMemoryCommunicator(Communicator):
         longest = max(stop - start for start, stop in pairwise(bounds))
         for offset in range(0, longest, chunk_items):
             # A rank's half holds the next items of all ranks' shares; each rank reads its own items from all halves.
-            shared = self._switch_scratch_halves().view(dtype)
+            shared = self.switch_scratch_halves().view(dtype)
             chunks = [source[start:stop][offset : offset + chunk_items] for start, stop in pairwise(bounds)]
             for r, chunk in enumerate(chunks):
                 if r != number:
@@ -136,7 +160,7 @@ class SharedMemoryCommunicator(Communicator):
         for offset in range(
             0, max((n for r, n in enumerate(lengths) if r != only_receiver), default=0), SCRATCH_NBYTES
         ):
-            halves = self._switch_scratch_halves()
+            halves = self.switch_scratch_halves()
             if contributes and source is not None:
                 copy_bytes(source, offset, halves[rank.number][: max(0, source.size - offset)])
             rank.barrier()
@@ -171,7 +195,7 @@ class SharedMemoryCommunicator(Communicator):
             return
         number, max_chunk_items = rank.number, SCRATCH_NBYTES // dtype.itemsize
         if n_items * dtype.itemsize * rank.size <= _MAX_SMALL_NBYTES:
-            shared = self._switch_scratch_halves().view(dtype)
+            shared = self.switch_scratch_halves().view(dtype)
             if source is not None:
                 copy_bytes(as_bytes(source), 0, as_bytes(shared[number, :n_items]))
             rank.barrier()
@@ -183,7 +207,7 @@ class SharedMemoryCommunicator(Communicator):
         for offset in range(0, n_items, max_chunk_items):
             count = min(max_chunk_items, n_items - offset)
             low, high = count * number // rank.size, count * (number + 1) // rank.size
-            shared = self._switch_scratch_halves().view(dtype)
+            shared = self.switch_scratch_halves().view(dtype)
             if source is not None and not is_array:
                 source.copy_to(as_bytes(shared[number, :count]), offset * dtype.itemsize)
             elif source is not None:  # no other rank reads the elements of this rank's share
@@ -238,3 +262,8 @@ def compute_nbytes(layout: ArrayLayout) -> int:
     """Return the number of bytes of an array."""
     shape, dtype = layout
     return math.prod(shape) * dtype.itemsize
+
+
+def compute_aligned_nbytes(layout: ArrayLayout) -> int:
+    """Return the number of bytes of an aligned memory area for an array."""
+    return -(-compute_nbytes(layout) // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES

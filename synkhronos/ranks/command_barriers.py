@@ -5,7 +5,8 @@ Each rank counts the barriers of a command, and passes a barrier once every coun
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 from synkhronos.ranks.agreement import (
     BARRIER_BITS,
@@ -31,6 +32,7 @@ class CommandBarriers:
         self.check_peers = check_peers
         self.last_arrived = 0
         self._agents_decide = len(control.local_ranks) < control.size
+        self._deferred_signals: defer_signals | None = None
 
     def cancel_all_waits(self) -> None:
         """Cancel all waits of this process for the other ranks, which have exited: mark the command as failed."""
@@ -73,19 +75,27 @@ class CommandBarriers:
             control.wake(self._master_rank, AWAITS_BARRIER)
         return is_last
 
-    def arrive_and_wait(self, on_poll: Callable[[], None] | None = None) -> None:
-        """Arrive at the next barrier, and wait, as `wait_until`, until every rank has."""
-        if not self.arrive():
-            self.wait_for_barrier(self.last_arrived, on_poll=on_poll)
-        elif self.has_failed:
-            raise Cancelled
+    def arrive_and_wait(self) -> None:
+        """Arrive at the next barrier, and wait until every rank has.
+
+        If a rank fails, all ranks raise `Cancelled`, or none of them if all had arrived before: see `agreement`.
+        """
+        try:
+            if not self.arrive():
+                self.wait_for_barrier(self.last_arrived)
+            elif self.has_failed:
+                raise Cancelled
+        except Cancelled:
+            if not self.wait_and_check_all_reached(self.last_arrived):
+                raise
 
     def have_all_arrived(self, number: int, excluded: int | None = None) -> bool:
         """Whether all ranks, or all but one, have arrived at a barrier."""
-        arrived = self._control.arrived
         if excluded is None:
-            return min(arrived) >= number
-        return min([number, *arrived[:excluded], *arrived[excluded + 1 :]]) >= number
+            return min(self._control.arrived) >= number
+        arrived = list(self._control.arrived)
+        arrived[excluded] = number
+        return min(arrived) >= number
 
     def wait_for_barrier(
         self, number: int, excluded: int | None = None, on_poll: Callable[[], None] | None = None
@@ -105,11 +115,12 @@ class CommandBarriers:
         ranks that sleep for this reason.
         """
         words, failed_index, command_number = self._control.words, ControlMemory.FAILED, self.command_number
-        poll = self.check_peers
-        if on_poll is not None:
 
-            def poll() -> None:
-                self.check_peers()
+        def poll() -> None:
+            self.check_peers()
+            if self._deferred_signals is not None:
+                self._deferred_signals.stop_deferring_if_late()
+            if on_poll is not None:
                 on_poll()
 
         def is_over() -> bool:
@@ -124,6 +135,17 @@ class CommandBarriers:
         if self.has_failed:
             raise Cancelled
         self.check_peers()
+        if self._deferred_signals is not None:
+            self._deferred_signals.stop_deferring_if_late()
+
+    @contextlib.contextmanager
+    def defer_signals_until_late(self) -> Iterator[defer_signals]:
+        """Defer signals as `defer_signals`, but for `MAX_DEFERRAL_SECONDS` at most if this rank waits for others."""
+        with defer_signals() as self._deferred_signals:
+            try:
+                yield self._deferred_signals
+            finally:
+                self._deferred_signals = None
 
     # -- failed commands -------------------------------------------------------------------------------------
 

@@ -77,6 +77,12 @@ class defer_signals:  # noqa: N801 - a block, as the functions of contextlib are
             deferred, self._deferred = self._deferred, []
             self._deliver_signals(deferred)
 
+    def run_deferred_handlers(self) -> None:
+        """Run the handlers of deferred signals, which may raise, and go on deferring; polled in waits in the block."""
+        if self._deferred:
+            self._stop_deferring()
+            self.__enter__()
+
     def has_deferred(self, excluded: int) -> bool:
         """Whether a signal other than ``excluded`` is deferred."""
         return any(signal_number != excluded for signal_number in self._deferred)

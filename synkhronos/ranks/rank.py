@@ -16,7 +16,7 @@ from synkhronos.containers import BoundedCache
 from synkhronos.ranks.agreement import BARRIER_BITS, BARRIER_MASK
 from synkhronos.ranks.command_barriers import CommandBarriers
 from synkhronos.ranks.control_memory import SLOT_NBYTES, ControlMemory
-from synkhronos.ranks.errors import Cancelled, WorkerError
+from synkhronos.ranks.errors import Cancelled
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.pending_operation import PendingOperations
 from synkhronos.ranks.segments import SegmentTable
@@ -211,7 +211,7 @@ class Rank:
         """Return when every rank has arrived at this barrier.  Raise `Cancelled` if a rank failed in this command."""
         self.barriers.arrive_and_wait()
 
-    def run_on_all_or_no_rank(self, operation: Callable[[], T], is_collective: bool) -> T:
+    def run_on_all_or_no_rank(self, operation: Callable[[], T], is_collective: bool = False) -> T:
         """Run an operation on all ranks, even if a signal's handler raises an exception in the master, or on none.
 
         All ranks call it, after work that a handler may interrupt.  An operation is collective if ranks wait for each
@@ -219,24 +219,14 @@ class Rank:
         """
         if self.size == 1:
             return operation()
+        barriers = self.barriers
         with defer_signals() as signals:
-            barrier_number, interrupt = self.barriers.next_number, None
-            try:
-                # A command that has failed can't run a collective operation, so then the wait for a late peer goes on.
-                self.barriers.arrive_and_wait(None if is_collective else signals.stop_deferring_if_late)
-            except WorkerError:  # a worker has died
-                raise
-            except BaseException as error:
-                if not isinstance(error, Cancelled):  # a handler has raised it, as a peer is late
-                    interrupt = error
-                    self.barriers.fail_command()
-                if not self.barriers.wait_and_check_all_reached(barrier_number):
-                    raise
+            if self.is_master:  # its arrival, the last one, decides: a handler may interrupt the wait before it
+                barriers.wait_for_barrier(barriers.next_number, self.number, signals.run_deferred_handlers)
+            barriers.arrive_and_wait()
             result = operation()
             if is_collective:
                 self.barrier()  # the master may only fail once no other rank waits for a peer
-            if interrupt is not None:
-                raise interrupt
             return result
 
     def raise_common_error(self, error: Exception) -> NoReturn:
@@ -271,9 +261,13 @@ class Rank:
 
     def compare_digests(self, digest: bytes) -> bool:
         """Exchange digests at the next barrier, a collective operation.  Return True if all ranks pass the same one."""
-        barrier_number = self._write_slot(digest)
+        barrier_number = self.publish_digest(digest)
         self.barriers.arrive_and_wait()
         return self.has_equal_digests(barrier_number)
+
+    def publish_digest(self, digest: bytes) -> int:
+        """Publish a digest that the other ranks read after the next barrier.  Return that barrier's number."""
+        return self._write_slot(digest)
 
     def has_equal_digests(self, barrier_number: int) -> bool:
         """Whether all ranks have passed the same digest at a barrier: the last that all of them have reached."""

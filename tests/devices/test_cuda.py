@@ -189,10 +189,16 @@ class Gpu:
     def has_peer_died(self):
         return self.is_dead
 
-    def arrive_and_wait(self, look=None):
-        if look is not None:
-            look()
+    def arrive_and_wait(self):
+        try:
+            self.poll()
+        except Cancelled:
+            if not self.wait_and_check_all_reached(self.next_number):
+                raise
         self.arrived = self.next_number
+
+    def poll(self):
+        """Called in the wait of `arrive_and_wait`."""
 
     def read_last_common_barrier(self, command):
         assert command == 5
@@ -394,7 +400,7 @@ def test_peer_failure_frees_a_rank_waiting_for_its_gpu(connected, is_master):
 def test_failure_after_the_last_barrier_aborts_nothing(connected):
     communicator, gpu = connected()
     barriers = []
-    gpu.arrive_and_wait = lambda on_poll=None: (barriers.append(1), setattr(gpu, "arrived", 3))
+    gpu.arrive_and_wait = lambda: (barriers.append(1), setattr(gpu, "arrived", 3))
     communicator.wait_until_started()
     assert barriers == []  # nothing has been started
     start_all_reduce(communicator, gpu, command=5)
@@ -521,8 +527,8 @@ def test_abort_spares_collectives_that_all_ranks_reached(connected):
         time.sleep(0.1)  # the watchdog polls meanwhile
         assert not gpu.aborted
 
-    gpu.arrived = 3
-    communicator.wait_until_started(fails)
+    gpu.arrived, gpu.poll = 3, fails
+    communicator.wait_until_started()
     gpu.pending_operations[0].cancel(5)
     assert not gpu.aborted
 
@@ -536,12 +542,12 @@ def test_abort_of_started_collectives_is_collective(connected, error, have_all_c
     def fails():
         raise error
 
-    gpu.arrived = 3 if have_all_come else 2
+    gpu.arrived, gpu.poll = 3 if have_all_come else 2, fails
     if have_all_come and error is Cancelled:
-        communicator.wait_until_started(fails)
+        communicator.wait_until_started()
     else:
         with pytest.raises(error):
-            communicator.wait_until_started(fails)
+            communicator.wait_until_started()
     gpu.pending_operations[0].cancel(5)
     assert gpu.aborted == (0 if have_all_come else 1)
 

@@ -343,7 +343,8 @@ class FailAtBarrier(Command):
                 raise BarrierError
 
         try:
-            rank.barriers.arrive_and_wait(raise_if_due if rank.is_master else None)
+            rank.barriers.arrive()
+            rank.barriers.wait_for_barrier(barrier_number, on_poll=raise_if_due if rank.is_master else None)
             if rank.is_master:
                 raise_if_due()
         except Cancelled:

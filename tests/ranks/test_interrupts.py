@@ -110,7 +110,7 @@ def test_interrupt_during_close_ends_workers(where):
 #: Actions, and the stride of the tested moments, fixed so that failures can be reproduced.
 #: After a change of the handling of interrupts, test all moments: FAULTS=all and --timeout=6000.
 ACTIONS = {
-    "call": 17, "slices": 23, "rows": 17, "first call": 1511, "collective": 13, "data": 23, "fork": 59, "close": 41,
+    "call": 17, "slices": 23, "rows": 17, "first call": 1511, "collective": 13, "small collective": 5, "step": 17, "data": 23, "fork": 59, "close": 41,
     "call again": 3, "collective again": 3,
 }  # fmt: skip
 

@@ -179,7 +179,8 @@ class CountPolls(Command):
         polls = []
         if not rank.is_master:
             time.sleep(1)
-        rank.barriers.arrive_and_wait(lambda: polls.append(1))
+        rank.barriers.arrive()
+        rank.barriers.wait_for_barrier(rank.barriers.last_arrived, on_poll=lambda: polls.append(1))
         return len(polls)
 
 

@@ -91,8 +91,8 @@ class NcclCommunicator(EarlyCommunicator):
         self._wait_until_idle()  # earlier work must not count against the timeout of the connection
         self._connection.connect(max(generations) + 1, members, all_gather)
 
-    def wait_until_started(self, on_poll: Callable[[], None] | None = None) -> None:
-        self._watchdog.wait_until_started(on_poll)
+    def wait_until_started(self) -> None:
+        self._watchdog.wait_until_started()
         self._connection.check_connected()
 
     def notify_started(self) -> None:

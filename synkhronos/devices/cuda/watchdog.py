@@ -31,7 +31,6 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable
 from time import perf_counter
 
 from synkhronos.devices.cuda.nccl_connection import PEER_POLL_SECONDS, STUCK_TIMEOUT_SECONDS, NcclConnection
@@ -102,23 +101,21 @@ class CollectiveWatchdog(PendingOperation):
         if connection is self.connections[0]:
             self._completed_command_number = self._rank.command_number
 
-    def wait_until_started(self, on_poll: Callable[[], None] | None = None) -> None:
-        """Wait until all ranks have started the pending collectives, which then complete unless a peer exits.
-
-        ``on_poll`` is called meanwhile, and may raise.
-        """
+    def wait_until_started(self) -> None:
+        """Wait until all ranks have started the pending collectives, which then complete unless a peer exits."""
         barrier_number = self._started_barrier_number
         if not barrier_number:
             return
-        try:
-            if barrier_number == math.inf:
-                barrier_number = self._started_barrier_number = self._rank.barriers.next_number
-                self._rank.barriers.arrive_and_wait(on_poll)
-            else:  # after `notify_started`
-                self._rank.barriers.wait_for_barrier(int(barrier_number), on_poll=on_poll)
+        barriers = self._rank.barriers
+        if barrier_number == math.inf:
+            self._started_barrier_number = barriers.next_number
+            barriers.arrive_and_wait()
+            return
+        try:  # after `notify_started`
+            barriers.wait_for_barrier(int(barrier_number))
         except Cancelled:
             # If all ranks had arrived before the failure, the collectives complete.
-            if not self._rank.barriers.wait_and_check_all_reached(int(barrier_number)):
+            if not barriers.wait_and_check_all_reached(int(barrier_number)):
                 raise
 
     def compare_digests_after_start(self, digest: bytes) -> bool:
@@ -126,13 +123,8 @@ class CollectiveWatchdog(PendingOperation):
 
         A rank that has started nothing passes another digest, to `Rank.compare_digests`.
         """
-        barrier_number = self._started_barrier_number = self._rank.barriers.next_number
-        try:
-            return self._rank.compare_digests(digest)
-        except Cancelled:
-            if not self._rank.barriers.wait_and_check_all_reached(barrier_number):
-                raise
-            return self._rank.has_equal_digests(barrier_number)
+        self._started_barrier_number = self._rank.barriers.next_number
+        return self._rank.compare_digests(digest)
 
     def notify_started(self) -> None:
         """Notify the other ranks, without waiting, that this rank has started its collectives.

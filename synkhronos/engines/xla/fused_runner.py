@@ -16,7 +16,6 @@ from synkhronos.devices.jax.xla_communicator import BufferSpan, Collective, XlaC
 from synkhronos.engines.engine import GradientExchange, Runner
 from synkhronos.engines.xla.executable import Executable
 from synkhronos.ranks import Rank
-from synkhronos.ranks.interrupts import defer_signals
 
 
 class FusedRunner(Runner):
@@ -37,10 +36,10 @@ class FusedRunner(Runner):
         launch = self._launch_python if self._ffi_collectives.nccl_caller == "python" else self._launch_native
         # No signal handler may raise within XLA's callbacks, nor before the other ranks have launched: the updates have
         # to be valid on all ranks, or, if one fails, on none.
-        with defer_signals() as signals:
+        with self._rank.barriers.defer_signals_until_late() as signals:
             results = launch(inputs, communicator, shape)
             signals.restart_time_limit()
-            communicator.wait_until_started(signals.stop_deferring_if_late)
+            communicator.wait_until_started()
             self._rank.record_effect()
         return results
 

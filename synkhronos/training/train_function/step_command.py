@@ -95,12 +95,10 @@ class StepCommand(_StepCommandFields, Command):
             # The master compiles the gradient meanwhile, so the two compilations run in parallel.
             computation.library.compile_now(rank_update.compiled.function)
         loss = rank_gradient.run(records_effect=False)
-        if rank.size > 1:
-            plan = self.all_reduce.agree_on_plan(rank)
-            plan.all_reduce(rank, self.op)
-            plan.wait_until_started()
+        if rank.size == 1:
+            return loss, rank_update.run()
         # Ranks wait for each other while they compile.
-        return loss, rank.run_on_all_or_no_rank(rank_update.run, is_collective=needs_compile)
+        return loss, self.all_reduce.reduce_and_run(rank, rank_update.run, is_collective=needs_compile)
 
     @property
     def op(self) -> str:

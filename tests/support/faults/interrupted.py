@@ -11,6 +11,7 @@ import threading
 from typing import Any
 
 import numpy as np
+from library import shared, tensor
 from system import LIMIT
 
 import synkhronos as synk
@@ -31,6 +32,7 @@ from faults.probes import (
 from synkhronos import ranks
 from synkhronos.ranks import worker_processes
 from synkhronos.ranks.command_runner import CommandRunner
+from synkhronos.training import make_train_function, updates
 
 N = 3
 
@@ -45,6 +47,8 @@ def interrupt_blocked_ranks(where: str, fault_ranks: Any, how: str = "python", u
     if where in ("call", "collective"):
         assert work.call() == 15.0
     point = {"call": "perform", "collective": "chunk", "distribute": "unpickle", "pickle": "pickle", "build": "build"}
+    if 0 in fault_ranks:  # the master defers signals where it copies chunks
+        point["collective"] = "object"
     plan_action(point[where], f"hold:{how}", fault_ranks)
     if not unhandled:
         signal.signal(signal.SIGINT, interrupt_the_library)
@@ -173,6 +177,11 @@ def interrupt_at_sampled_moments(operation: str, first: int = 0, step: int = 1, 
         if not state:  # or a fork that was interrupted at its end
             state["work"] = Workload()
             state["work"].check()
+            if operation == "step":
+                x, y, p = tensor.dvector("x"), tensor.dvector("y"), shared(np.zeros(2), "p")
+                loss = (p * (x * y).mean()).sum()
+                state["train"], state["p"] = make_train_function(loss, [p], x, y, updates.sgd, learning_rate=1.0), p
+                state["train"](np.arange(6.0), np.ones(6))
 
     actions = {
         "call": lambda: state["work"].call(),
@@ -180,6 +189,8 @@ def interrupt_at_sampled_moments(operation: str, first: int = 0, step: int = 1, 
         "rows": lambda: state["work"].f(np.arange(9.0), batch=[0, 3, 5]),
         "first call": lambda: Workload().call(),
         "collective": lambda: synk.all_reduce(state["work"].big, "sum"),
+        "small collective": lambda: synk.all_reduce(state["work"].w, "sum"),
+        "step": lambda: state["train"](np.arange(6.0), np.ones(6)),
         "data": lambda: synk.data(np.ones(9)).set_length(5000),
         "free": lambda: synk.data(np.ones(5000)).free_memory(),
         "broadcast": lambda: synk.broadcast(state["work"].big, np.ones(state["work"].big.get_value().shape)),
@@ -221,6 +232,17 @@ def interrupt_at_sampled_moments(operation: str, first: int = 0, step: int = 1, 
             wrong.append(("the turn was kept", injector.place))
             synk.close()
             forked()
+        if operation in ("collective", "small collective", "step"):  # on all ranks or on none
+            variable = (
+                state["p"]
+                if operation == "step"
+                else state["work"].big
+                if operation == "collective"
+                else state["work"].w
+            )
+            if len(values := np.unique(synk.gather(variable))) > 1:
+                wrong.append((f"ranks have {values}", injector.place))
+                synk.broadcast(variable)
         works = attempt(state["work"].check)
         if works.get("value") != make_expected(2):
             wrong.append((str(works), injector.place))

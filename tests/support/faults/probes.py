@@ -240,7 +240,7 @@ def plan_action(point: str, action: str, fault_ranks: Any, skip: int = 0) -> Non
 
 def insert_points() -> None:
     """Insert points into the library: where collectives look up variables, and before each further chunk."""
-    real_get_object, real_halves = ranks.Rank.get_object, SharedMemoryCommunicator._switch_scratch_halves
+    real_get_object, real_halves = ranks.Rank.get_object, SharedMemoryCommunicator.switch_scratch_halves
 
     def get_object(self: ranks.Rank, key: Any) -> Any:
         if sys._getframe(1).f_globals is vars(commands):
@@ -252,7 +252,7 @@ def insert_points() -> None:
         return real_halves(self)
 
     ranks.Rank.get_object = get_object
-    SharedMemoryCommunicator._switch_scratch_halves = halves
+    SharedMemoryCommunicator.switch_scratch_halves = halves
 
 
 class Point(PythonOp):
