@@ -266,7 +266,7 @@ class Rank:
         return self.has_equal_digests(barrier_number)
 
     def publish_digest(self, digest: bytes) -> int:
-        """Publish a digest that the other ranks read after the next barrier.  Return that barrier's number."""
+        """Publish a digest that the other ranks read after the next barrier.  Return the number of this barrier."""
         return self._write_slot(digest)
 
     def has_equal_digests(self, barrier_number: int) -> bool:
