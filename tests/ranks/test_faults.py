@@ -123,7 +123,8 @@ def test_master_death_ends_all_processes(name, place, target):
 
 @pytest.mark.parametrize(("place", "how"), [("call", "sleep"), ("build", "python"), ("collective", "python")])
 def test_busy_master_notices_a_workers_death(place, how):
-    with Program("run_planned_action", where=place, action=f"hold:{how}", fault_ranks=[0]) as program:
+    action = f"hold:{how}"  # an all_reduce defers the signal
+    with Program("run_planned_action", where=place, action=action, fault_ranks=[0], name="broadcast") as program:
         pids = wait_until_inside(program, place, 1)
         fault_time = program.send_signal(pids[2], signal.SIGKILL)
         outcome = program.wait_for_event("outcome")  # the fault's point is not released

@@ -240,18 +240,23 @@ def plan_action(point: str, action: str, fault_ranks: Any, skip: int = 0) -> Non
 
 def insert_points() -> None:
     """Insert points into the library: where collectives look up variables, and before each further chunk."""
-    real_get_object, real_halves = ranks.Rank.get_object, SharedMemoryCommunicator.switch_scratch_halves
+    real_halves = SharedMemoryCommunicator.switch_scratch_halves
 
-    def get_object(self: ranks.Rank, key: Any) -> Any:
-        if sys._getframe(1).f_globals is vars(commands):
-            reach("object")
-        return real_get_object(self, key)
+    def reach_before(get: Any) -> Any:
+        def reach_and_get(self: ranks.Rank, keys: Any) -> Any:
+            if sys._getframe(1).f_globals is vars(commands):
+                reach("object")
+            return get(self, keys)
+
+        return reach_and_get
+
+    for name in ("get_object", "get_objects"):
+        setattr(ranks.Rank, name, reach_before(getattr(ranks.Rank, name)))
 
     def halves(self: SharedMemoryCommunicator) -> Any:
         reach("chunk")
         return real_halves(self)
 
-    ranks.Rank.get_object = get_object
     SharedMemoryCommunicator.switch_scratch_halves = halves
 
 
