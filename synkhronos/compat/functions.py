@@ -117,8 +117,6 @@ class NumpyOutputLinker(linker.StaticLengthLinker):
             None if i in updates or not isinstance(output.type, TensorType) else output.type.dtype
             for i, output in enumerate(self.fgraph.outputs)
         ]
-        if not any(dtypes):
-            return compiled
 
         def run(*values: Any) -> list[Any]:
             results = zip(compiled(*values), dtypes, strict=True)

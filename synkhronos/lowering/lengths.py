@@ -149,7 +149,7 @@ class StaticLengthGraph:
             self.length_input_positions.append(position)
             indexes[value] = self._add_step(lambda values: np.asarray(values[position]).item(), [0])
             return indexes[value]
-        self._initial_values.append(_to_python_number(value.data) if isinstance(value, Constant) else value)
+        self._initial_values.append(to_number_or_array(value.data) if isinstance(value, Constant) else value)
         return len(self._initial_values) - 1
 
     def _add_step(self, compute: Callable[..., Any], sources: list[int], n_results: int = 1) -> int:
@@ -349,9 +349,10 @@ def split_indexing(op: Op, inputs: Sequence[Any]) -> tuple[Sequence[Any], tuple[
 # -- computation in Python ---------------------------------------------------------------------------------------------
 
 
-def _to_python_number(value: Any) -> Any:
-    """Convert a scalar to a Python number, whose arithmetic is faster.  Return an array or None unchanged."""
-    return np.asarray(value).item() if np.ndim(value) == 0 and value is not None else value
+def to_number_or_array(value: object) -> Any:
+    """Convert a scalar to a Python number, whose arithmetic is faster, and any other value to an array."""
+    array = np.asarray(value)
+    return array if array.ndim else array.item()
 
 
 def _make_shape_getter(position: int, op: Shape | Shape_i) -> Callable[..., Any]:

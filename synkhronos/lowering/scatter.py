@@ -28,7 +28,7 @@ def wrap_scatter_add(run: Callable[..., Any], node: Node) -> Callable[..., Any]:
     from pytensor.tensor import subtensor
 
     op = node.op
-    # PyTensor before 3.0 has a separate Op for a single index vector.
+    # PyTensor up to 3.0 has a separate Op for a single index vector.
     op_classes = (
         subtensor.AdvancedIncSubtensor,
         getattr(subtensor, "AdvancedIncSubtensor1", subtensor.AdvancedIncSubtensor),

@@ -43,7 +43,13 @@ from pytensor.tensor.random.op import RandomVariable
 from pytensor.tensor.shape import Reshape
 from pytensor.tensor.subtensor import AdvancedIncSubtensor, AdvancedSubtensor, IncSubtensor, Subtensor
 
-from synkhronos.lowering.lengths import FixedLengthSubtensor, select_shape_inputs, split_indexing, to_python_function
+from synkhronos.lowering.lengths import (
+    FixedLengthSubtensor,
+    select_shape_inputs,
+    split_indexing,
+    to_number_or_array,
+    to_python_function,
+)
 from synkhronos.lowering.polynomial import Polynomial, find_constant_extent, to_polynomial
 from synkhronos.variable_types import Array, Node, Op, Variable
 
@@ -159,7 +165,7 @@ def _prefer_numpy(
         def run(*inputs: Any) -> Any:
             if not all(map(_is_known, inputs)):
                 return default(*inputs)
-            computed = compute(*map(_to_number_or_array, inputs))
+            computed = compute(*map(to_number_or_array, inputs))
             if len(node.outputs) == 1:
                 return _to_result(computed, node.outputs[0])
             return tuple(_to_result(*pair) for pair in zip(computed, node.outputs, strict=True))
@@ -193,13 +199,7 @@ def _to_result(value: object, variable: Variable) -> Any:
     """Convert a NumPy result to the variable's dtype, and an integer scalar to a Python number."""
     array = np.asarray(value, variable.type.dtype)
     # A Python float would be cast to the dtype of the arrays that it is combined with.
-    return array if array.dtype.kind == "f" else _to_number_or_array(array)
-
-
-def _to_number_or_array(value: object) -> Any:
-    """Convert a scalar to a Python number, and any other value to an array."""
-    array = np.asarray(value)
-    return array if array.ndim else array.item()
+    return array if array.dtype.kind == "f" else to_number_or_array(array)
 
 
 # -- NumPy functions that compute Ops on integers ----------------------------------------------------------------------
@@ -253,7 +253,7 @@ def _require_known_shape(lowering: Callable[..., Any]) -> Callable[..., Any]:
         def run(*inputs: Any) -> Any:
             for i in shape_positions:
                 _require_known(inputs[i], node.inputs[i])
-            values = [_to_number_or_array(value) if i in shape_positions else value for i, value in enumerate(inputs)]
+            values = [to_number_or_array(value) if i in shape_positions else value for i, value in enumerate(inputs)]
             return compute(*values)
 
         return run
@@ -304,7 +304,7 @@ def _lower_arange(op: Op, node: Node = None, **kwargs: Any) -> ArrayFunction:
 
     def arange(*limits: Any) -> Any:
         _require_known([x for x in limits if not isinstance(x, float | np.floating)], node.outputs[0])
-        start, stop, step = map(_to_number_or_array, limits)
+        start, stop, step = map(to_number_or_array, limits)
         return jnp.arange(start, stop, step, dtype=op.dtype)
 
     return arange

@@ -19,7 +19,7 @@ import multiprocessing
 import pickle
 import queue
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -124,20 +124,6 @@ def _to_picklable(error: Exception) -> Exception:
         return RuntimeError(repr(error))
 
 
-@contextlib.contextmanager
-def _serve_sums(sums: Sequence[Any], n_servers: int) -> Iterator[None]:
-    """Let threads of a sampler evaluate these sums on servers, until the context is left."""
-    servers = ChainServers(n_servers)
-    for distributed_sum in sums:
-        distributed_sum.remote_evaluator = servers
-    try:
-        yield
-    finally:
-        for distributed_sum in sums:
-            distributed_sum.remote_evaluator = None
-        servers.close()
-
-
 def patch_external_sampler() -> None:
     """Wrap PyMC's function that calls other samplers, to start servers for nutpie's chains."""
     from pymc.sampling import mcmc
@@ -151,13 +137,18 @@ def patch_external_sampler() -> None:
         sums = getattr(kwargs.get("model"), "distributed_sums", [])
         if kwargs.get("sampler") != "nutpie" or not sums:
             return original(*args, **kwargs)
-        session = ranks.get_session()
         cores = (kwargs.get("nuts_sampler_kwargs") or {}).get("cores") or kwargs.get("cores") or count_available_cores()
         n_servers = min(kwargs["chains"], cores)
-        if n_servers < 2 or not chains.can_fork_computation(session):
+        if n_servers < 2 or not chains.can_fork_computation(ranks.get_session()):
             return original(*args, **kwargs)
-        with _serve_sums(sums, n_servers):
-            return original(*args, **kwargs)
+        with contextlib.closing(ChainServers(n_servers)) as servers:
+            for distributed_sum in sums:
+                distributed_sum.remote_evaluator = servers
+            try:
+                return original(*args, **kwargs)
+            finally:
+                for distributed_sum in sums:
+                    distributed_sum.remote_evaluator = None
 
     # Another library's wrapper by functools.wraps copies the attribute, so that the function is patched once.
     sample.starts_chain_servers = True  # type: ignore[attr-defined]  # mypy knows no attributes of functions

@@ -279,13 +279,10 @@ def _get_posterior(idata: Any, argument: str) -> Any:
 
 def _replace_posterior(idata: Any, posterior: Any) -> Any:
     """Return inference data of this posterior, and of the data groups that PyMC compares with the model's."""
-    groups = {name: idata[name] for name in ("constant_data", "observed_data") if _has_group(idata, name)}
+    names = idata.groups() if hasattr(idata, "add_groups") else idata.children
+    groups = {name: idata[name] for name in ("constant_data", "observed_data") if name in names}
     groups["posterior"] = posterior
     return type(idata)(**groups) if hasattr(idata, "add_groups") else type(idata).from_dict(groups)
-
-
-def _has_group(idata: Any, name: str) -> bool:
-    return name in (idata.groups() if hasattr(idata, "add_groups") else idata.children)
 
 
 def _add_group(idata: Any, name: str, dataset: Any) -> Any:
