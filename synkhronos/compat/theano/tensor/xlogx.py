@@ -2,14 +2,9 @@
 
 from typing import Any
 
-from pytensor.tensor.special import xlogy
+from pytensor.tensor.special import xlogy as xlogy0
 
 
 def xlogx(x: Any) -> Any:
     """Return ``x * log(x)``."""
-    return xlogy(x, x)
-
-
-def xlogy0(x: Any, y: Any) -> Any:
-    """Return ``x * log(y)``."""
-    return xlogy(x, y)
+    return xlogy0(x, x)
