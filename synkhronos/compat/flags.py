@@ -91,11 +91,6 @@ def to_pytensor_flags(theano_flags: str, pytensor_flags: str = "") -> str:
     """Translate flags for Theano to flags for PyTensor, whose present flags take precedence.
 
     A GPU in ``device=`` asks for JAX mode, which computes on GPUs.
-
-    Examples
-    --------
-    >>> to_pytensor_flags("floatX=float32,device=cuda,dnn.enabled=False")
-    'mode=JAX,floatX=float32'
     """
     flags = dict(flag.strip().split("=", 1) for flag in theano_flags.split(",") if "=" in flag)
     translated = [f"{_to_pytensor_name(name)}={value}" for name, value in flags.items() if name in _COMMON_FLAGS]
@@ -116,14 +111,6 @@ class Config:
     """The object ``theano.config``, which reads and sets PyTensor's configuration.
 
     PyTensor writes a section as a prefix of the flag's name: ``theano.config.blas.ldflags`` is ``blas__ldflags``.
-
-    Examples
-    --------
-    >>> import pytensor
-    >>> Config(pytensor.config).floatX
-    'float64'
-    >>> Config(pytensor.config).device
-    'cpu'
     """
 
     def __init__(self, config: Any, prefix: str = ""):

@@ -162,14 +162,7 @@ class _ConvolutionOp(NumpyOp):
 
 
 class Conv(_ConvolutionOp):
-    """Convolution of images with filters.
-
-    Examples
-    --------
-    >>> x, w = pt.tensor4("x"), pt.tensor4("w")
-    >>> Conv(2, padding="half")(x, w).ndim
-    4
-    """
+    """Convolution of images with filters."""
 
     def make_node(self, images: Any, filters: Any) -> Apply:
         """Return the node of images and filters."""

@@ -137,13 +137,7 @@ class _PoolingOp(NumpyOp):
 
 
 class Pool(_PoolingOp):
-    """The maximum, the sum or the mean of each window of the last axes.
-
-    Examples
-    --------
-    >>> Pool((2, 2), (2, 2), (0, 0), "max", True)(pt.tensor4("x")).ndim
-    4
-    """
+    """The maximum, the sum or the mean of each window of the last axes."""
 
     @property
     def bfloat16_inputs(self) -> tuple[int, ...]:

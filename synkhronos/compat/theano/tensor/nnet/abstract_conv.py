@@ -179,12 +179,6 @@ def _make_abstract_conv(
     """Return a function of a convolution's images and filters, or of a gradient's two inputs and its spatial shape.
 
     The function takes the settings of `conv2d` from ``border_mode`` on; shapes are ignored.
-
-    Examples
-    --------
-    >>> op = T.nnet.abstract_conv.AbstractConv2d_gradInputs(subsample=(2, 2))
-    >>> op(np.ones((1, 1, 2, 2)), np.ones((1, 1, 2, 2)), (4, 4)).eval().shape
-    (1, 1, 4, 4)
     """
     op = _make_op(op_class, convdim, *settings, **kwargs)
     if op_class is Conv:
