@@ -1,9 +1,11 @@
 """Launches in which XLA runs a function, an all-reduce and another function."""
 
+import contextlib
 import ctypes
 import gc
 import signal
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from synkhronos.devices.jax.ffi_collectives import CollectiveHandler
 from synkhronos.devices.jax.scalar_log import ScalarLog
 from synkhronos.engines import StepShards
 from synkhronos.engines.xla import traced_exchange
+from synkhronos.engines.xla.fused_runner import FusedRunner
 from synkhronos.engines.xla.traced_exchange import ExchangeSpec
 from synkhronos.engines.xla.vector_parts import write_parts
 from synkhronos.graph_libraries import get_library
@@ -493,3 +496,20 @@ def test_launches_are_freed_with_their_function(fork):
         assert [reference() for reference in references] == [None] * 3
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(("n_finished", "has_effect"), [(0, False), (1, True)])
+def test_failed_launch_of_steps_has_an_effect_once_a_gradient_is_reduced(n_finished, has_effect):
+    effects, state = [], SimpleNamespace(n_finished=n_finished)
+
+    def fail():
+        raise ArithmeticError
+
+    fail.n_repeats = 3
+    fail.ffi_collectives = SimpleNamespace(
+        nccl_caller="native", use_communicator=lambda *_: contextlib.nullcontext(state)
+    )
+    rank = SimpleNamespace(record_effect=lambda: effects.append(1))
+    with pytest.raises(ArithmeticError):
+        FusedRunner(rank, fail, exchange=None)._launch_native((), None, (3,))
+    assert bool(effects) == has_effect

@@ -205,6 +205,30 @@ def test_interrupt_in_a_launch_keeps_values(two_ranks_per_test):
     assert values == sorted(values) and values[0] == 0 and f()[0] == count
 
 
+def test_interrupt_of_the_first_launch_keeps_values(fork, monkeypatch):
+    from jax._src.interpreters import pxla
+
+    fork(1)
+    w = shared(np.ones(3), "w")
+    f = synk.function([], updates=[(w, w + 1)])
+    synk.distribute()
+    execute = pxla.ExecuteReplicated.__call__
+
+    def execute_and_interrupt(*arguments):
+        results = execute(*arguments)
+        if any(getattr(array, "is_deleted", bool)() for array in arguments):  # else JAX traces
+            signal.raise_signal(signal.SIGINT)
+        return results
+
+    for shape in ((3,), (4,)):
+        w.set_value(np.ones(shape))
+        monkeypatch.setattr(pxla.ExecuteReplicated, "__call__", execute_and_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            f()
+        monkeypatch.undo()
+        np.testing.assert_array_equal(w.get_value(), np.full(shape, 2.0))
+
+
 @pytest.mark.usefixtures("alarm_handler")
 @pytest.mark.parametrize("entry_added", [False, True])
 def test_interrupt_after_a_launch_keeps_results_aligned(monkeypatch, entry_added, two_ranks_per_test):

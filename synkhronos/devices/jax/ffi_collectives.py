@@ -25,6 +25,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
+from synkhronos.devices.cuda.launch_state import LaunchState
 from synkhronos.devices.cuda.nccl import NCCL_OPS
 from synkhronos.devices.jax import nccl_handlers
 from synkhronos.devices.jax.xla_communicator import BufferSpan, XlaCommunicator
@@ -131,8 +132,8 @@ class FfiCollectives:
     @contextlib.contextmanager
     def use_communicator(
         self, communicator: XlaCommunicator, shape: tuple[int, ...], n_collectives: int
-    ) -> Iterator[None]:
-        """Use a communicator for the launch in the ``with`` block, by the handlers in C++.
+    ) -> Iterator[LaunchState]:
+        """Use a communicator for the launch in the ``with`` block, by the handlers in C++.  Yield its state.
 
         ``shape`` is that of the reduced array on all ranks.  ValueError is raised if the program, when it is traced,
         reduces another number of items.  RuntimeError is raised if NCCL has failed, the connection was aborted, or the
@@ -143,7 +144,7 @@ class FfiCollectives:
         try:
             with communicator.enable_native_calls(is_recordable) as state:
                 library.synkhronos_set_launch_state(state)
-                yield
+                yield state
         finally:
             self._launch_shape = ()
         if not is_recordable and state.n_finished != n_collectives:

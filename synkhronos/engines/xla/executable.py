@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -101,6 +102,8 @@ class Executable(Runner):
         ]
         self._scalar_log = ScalarLog(self._logged_dtypes) if self._logged_positions or n_repeats > 1 else None
         self._is_launching = False
+        #: Whether JAX has compiled the next launch, as far as known, so that its Python code does not take part.
+        self._is_compiled = False
         self._make_program = self._get_program_factory(spec)
         self._program, self._communicator_number = self._make_program(), 0
 
@@ -165,6 +168,7 @@ class Executable(Runner):
         if signature in self._signatures:
             return False
         self._signatures.add(signature)
+        self._is_compiled = False
         return True
 
     def drop_outdated_recordings(self, communicator_number: int) -> None:
@@ -179,7 +183,7 @@ class Executable(Runner):
         """Launch the program.  Return its outputs, which may not be computed yet."""
         for storage in self._storages:
             if type(storage[0]) is np.ndarray:
-                storage[0] = JAX.from_numpy(storage[0])
+                storage[0], self._is_compiled = JAX.from_numpy(storage[0]), False
         for storage in self._donated_storages:
             if has_other_references(storage):
                 with defer_signals():  # as in ScalarLog.__init__
@@ -192,7 +196,10 @@ class Executable(Runner):
         # entries.  Then the next launch gets a new log.
         self._is_launching = True
         try:
-            self._launch(arguments)
+            # An interrupt in JAX's Python code could discard the new values after the old ones are deleted.
+            with contextlib.nullcontext() if self._is_compiled else defer_signals():
+                self._launch(arguments)
+            self._is_compiled = True
         finally:
             del arguments  # an error's traceback would keep the arrays alive
         results = self._pop_results()
@@ -220,8 +227,8 @@ class Executable(Runner):
     def _launch(self, arguments: list[Any]) -> None:
         """Launch, and store the results in their storages.
 
-        No Python instruction is executed in between, so that no interrupt is raised: after the launch the old values
-        are deleted, and the new values have no other references.
+        Unless JAX compiles, no Python instruction is executed in between, so that no interrupt is raised: after the
+        launch the old values are deleted, and the new values have no other references.
         """
         storages = [
             *self._output_storages,

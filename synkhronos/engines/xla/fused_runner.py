@@ -54,12 +54,13 @@ class FusedRunner(Runner):
         """Launch the program, whose collectives call NCCL through handlers in C++."""
         if self._ffi_collectives.nccl_caller == "graph":
             self._executable.drop_outdated_recordings(communicator.communicator_number)
-        with self._ffi_collectives.use_communicator(communicator, shape, self.n_repeats):
+        with self._ffi_collectives.use_communicator(communicator, shape, self.n_repeats) as state:
             try:
                 return self._executable(*inputs)
             finally:
-                if self.n_repeats > 1:
-                    self._rank.record_effect()  # an earlier step may be valid even if a later one fails
+                # An earlier step may be valid even if a later one fails.  A replayed CUDA graph counts no steps.
+                if self.n_repeats > 1 and (state.n_finished or self._ffi_collectives.nccl_caller == "graph"):
+                    self._rank.record_effect()
 
 
 class NcclCollectiveHandler(CollectiveHandler):
