@@ -10,9 +10,7 @@ from time import perf_counter
 
 import numpy as np
 import pytest
-from train_mnist_cpu_data import CpuDataTrainer
 from train_mnist_gpu_data import GpuDataTrainer
-from train_resnet import ParallelTrainer
 
 import digits
 import settings
@@ -22,6 +20,7 @@ from lasagne_tools import options as common
 from lasagne_tools.batches import make_full_batches, make_shuffled_batches
 from lasagne_tools.fit import fit
 from lasagne_tools.library import theano
+from lasagne_tools.parallel import ParallelTrainer
 from lasagne_tools.serial import SerialTrainer
 from models import build_network as build_mnist
 from network import build_network as build_resnet
@@ -69,27 +68,36 @@ def compute_whole_rows(batch):
     return np.concatenate([batch[0], batch[1] - (-N_IMAGES // 2)])
 
 
-def make_mnist_pair(trainer, options):
+def make_mnist_pair(make_trainer, options):
     """A network for two ranks, its copy for one process, and a check that training has changed it."""
     networks = [build_mnist(options.model, options.seed, options.dropout) for _ in range(2)]
     assert_close(get_values(networks[0].params), get_values(networks[1].params), tolerance=0)
     parts = digits.load_digits(options)
     alone = SerialTrainer(networks[1], parts, options, make_shuffled_batches)
-    return networks, trainer(networks[0], parts, options, 2), alone
+    return networks, make_trainer(networks[0], parts, options), alone
+
+
+def make_cpu_data_trainer(network, parts, options):
+    parts = [(synk.data(part.images, network.x), synk.data(part.labels, network.y)) for part in parts]
+    return ParallelTrainer(network, parts, options, 2, make_shuffled_batches, options.batch_size)
+
+
+def make_gpu_data_trainer(network, parts, options):
+    return GpuDataTrainer(network, parts, options, 2)
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("trainer", [CpuDataTrainer, GpuDataTrainer])
-def test_mnist_models_on_two_ranks_equal_one_process(two_ranks, trainer, model):
+@pytest.mark.parametrize("make_trainer", [make_cpu_data_trainer, make_gpu_data_trainer])
+def test_mnist_models_on_two_ranks_equal_one_process(two_ranks, make_trainer, model):
     options = make_mnist_options(model)
-    networks, together, alone = make_mnist_pair(trainer, options)
+    networks, together, alone = make_mnist_pair(make_trainer, options)
     start = get_values(networks[0].params)
     batches = together.make_batches(np.random.default_rng(3))
     assert len(batches) == 2 and together.count_rows(batches[1]) == [3, 2]
     assert sum(sum(together.count_rows(batch)) for batch in batches) == N_IMAGES
     for batch in batches:
         (loss,) = together.train([batch])
-        rows = compute_whole_rows(batch) if trainer is GpuDataTrainer else batch
+        rows = compute_whole_rows(batch) if make_trainer is make_gpu_data_trainer else batch
         np.testing.assert_allclose(loss, alone.train([rows])[0], rtol=2e-5)
     assert_all_ranks_hold(networks[0].params, get_values(networks[1].params))
     assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(get_values(networks[0].params), start, strict=True))
@@ -119,7 +127,9 @@ def together(two_ranks):
     options = make_resnet_options()
     parts = make_resnet_parts(options, lambda shape: synk.data(dtype="uint8", shape=shape))
     network = build_resnet_model(options)
-    return network, ParallelTrainer(network, parts, options, 2)
+    data = [(images, synk.data(labels, network.y)) for images, labels in parts]
+    arguments = network, data, options, 2, make_full_batches, 2 * options.batch_size, network.average_updates
+    return network, ParallelTrainer(*arguments)
 
 
 def test_resnet_with_equal_rows_on_ranks_equals_one_process(together):
@@ -181,7 +191,7 @@ def test_rank_without_rows_contributes_nothing(two_ranks):
     # Five images in steps of two: rank 0 has three, and rank 1 sits out the last step.
     options = digits.parse_options(make_parser(digits), ["custom_mlp:0", "--no-dropout", "--synthetic", "5"])
     options.batch_size = 2
-    networks, together, alone = make_mnist_pair(GpuDataTrainer, options)
+    networks, together, alone = make_mnist_pair(make_gpu_data_trainer, options)
     batches = together.make_batches(np.random.default_rng(3))
     assert [together.count_rows(batch) for batch in batches] == [[1, 1], [1, 1], [1, 0]]
     for batch in batches:
