@@ -158,22 +158,16 @@ input_forms = st.sampled_from(["array", "data"])
 # -- broadcast -----------------------------------------------------------------------------------------------
 
 
-@given(st.data())
-@limit_examples(15)
-def test_broadcast_sends_the_masters_value(n, draw):
+@given(st.data(), st.sampled_from([None, "array", "data"]))
+@limit_examples(25)
+def test_broadcast_sends_a_given_value_or_the_masters(n, draw, form):
     (value,) = draw.draw(draw_rank_values(1))
     s = get_variable(value.dtype, value.ndim)
-    s.set_value(value)
-    synk.broadcast(s)
-    assert_values(s, [value] * n)
-
-
-@given(st.data())
-@limit_examples(15)
-def test_broadcast_sends_a_given_value(n, draw):
-    (value,) = draw.draw(draw_rank_values(1))
-    s = get_variable(value.dtype, value.ndim)
-    synk.broadcast(s, wrap_value(value, draw.draw(input_forms)))
+    if form is None:
+        s.set_value(value)
+        synk.broadcast(s)
+    else:
+        synk.broadcast(s, wrap_value(value, form))
     assert_values(s, [value] * n)
 
 

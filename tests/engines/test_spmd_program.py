@@ -53,24 +53,6 @@ def test_spmd_program_takes_jax_settings_of_the_master(fork):
         jax.config.update("jax_enable_x64", before)
 
 
-def test_interrupt_ends_an_spmd_program(fork):
-    from xla_programs import AllReduceNumbers, Multiply
-
-    fork(2)
-    with pytest.raises(KeyboardInterrupt):
-        run_command(Multiply(10**9, event="interrupt", victim=0))
-    assert run_command(AllReduceNumbers()) == 1
-
-
-def test_error_ends_an_spmd_program(fork):
-    from xla_programs import AllReduceNumbers, Multiply
-
-    fork(2)
-    with pytest.raises(synk.WorkerError, match="ValueError: no more memory"):
-        run_command(Multiply(10**9, event="fail"))
-    assert run_command(AllReduceNumbers()) == 1
-
-
 def test_exit_of_a_rank_ends_an_spmd_program(fork):
     from xla_programs import Multiply
 
@@ -79,14 +61,24 @@ def test_exit_of_a_rank_ends_an_spmd_program(fork):
         run_command(Multiply(10**9, event="kill"))
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("event", ["change", "end"])
-def test_diverged_spmd_program_raises(fork, event, victim):
+@pytest.mark.parametrize(
+    ("event", "victim", "error", "message"),
+    [
+        ("interrupt", 0, KeyboardInterrupt, ""),
+        ("fail", 1, synk.WorkerError, "ValueError: no more memory"),
+        *(
+            (event, victim, (RuntimeError, synk.WorkerError), "diverged")
+            for event in ("change", "end")
+            for victim in (0, 1)
+        ),
+    ],
+)
+def test_failed_spmd_program_leaves_ranks_usable(fork, event, victim, error, message):
     from xla_programs import AllReduceNumbers, Multiply
 
     fork(2)
-    with pytest.raises((RuntimeError, synk.WorkerError), match="diverged"):
-        run_command(Multiply(30, event=event, victim=victim))
+    with pytest.raises(error, match=message):
+        run_command(Multiply(30 if message == "diverged" else 10**9, event=event, victim=victim))
     assert run_command(AllReduceNumbers()) == 1
 
 
