@@ -18,7 +18,7 @@ import sys
 from contextlib import nullcontext
 from typing import Any
 
-from benchmarks._training import join_group, run_processes, time_steps
+from benchmarks._training import join_group, measure_steps, run_processes
 
 
 def make_network(settings: dict[str, Any]) -> Any:
@@ -113,10 +113,9 @@ class TorchTrainer:
         self._optimizer.step()
         return loss.detach()
 
-    def measure(self, placement: str) -> tuple[float, float, float]:
-        """Return the first step's seconds, the median seconds of a step, and the last loss."""
-        settings = self._settings
-        return time_steps(lambda: self.start_step(placement), settings["warm"], settings["rounds"], settings["steps"])
+    def measure(self, placement: str) -> dict[str, Any]:
+        """Measure steps on images that are on the host or on the GPU."""
+        return measure_steps(lambda: self.start_step(placement), self._settings)
 
 
 def run_rank(rank: int, rendezvous: str, settings: dict[str, Any]) -> None:

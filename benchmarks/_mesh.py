@@ -20,9 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from benchmarks._training import time_steps
-from benchmarks.gpu_step import LAYERS, ROWS, generate_batches
-from benchmarks.gpu_step import time_steps as time_mlp_steps
+from benchmarks._training import measure_steps
+from benchmarks.gpu_step import LAYERS, ROWS, generate_batches, time_steps
 
 RATE, MOMENTUM, DECAY = 0.01, 0.9, 1e-4
 
@@ -99,7 +98,7 @@ def measure_mlp(settings: dict[str, Any]) -> dict[str, Any]:
 
         for size in settings["batches"]:
             rows, rows_per_batch = (ROWS, size) if placement == "host" else (ROWS // n, size // n)
-            times[placement][str(size)], _ = time_mlp_steps(
+            times[placement][str(size)], _ = time_steps(
                 take_step, generate_batches(rng, rows, rows_per_batch), settings["calls"], 1
             )
     return {"title": f"JAX {jax.__version__}", "results": times}
@@ -174,8 +173,7 @@ def measure_resnet(settings: dict[str, Any]) -> dict[str, Any]:
     Returns
     -------
     dict
-        ``title``, ``parameters``, and ``results``: for each placement of the images the first step's seconds, the
-        median seconds of a step, and the last loss.
+        ``title``, ``parameters``, and ``results``: those of `measure_steps` for each placement of the images.
     """
     n, size, rng = settings["n"], settings["size"], np.random.default_rng(0)
     mesh, split, whole = make_shardings(n)
@@ -200,7 +198,7 @@ def measure_resnet(settings: dict[str, Any]) -> dict[str, Any]:
                 *(device_arrays if placement == "gpu" else jax.device_put(batches[turn % len(batches)], split))
             )
 
-        results[placement] = time_steps(step, settings["warm"], settings["rounds"], settings["steps"])
+        results[placement] = measure_steps(step, settings)
     import flax
 
     title = f"flax {flax.__version__}, JAX {jax.__version__}"

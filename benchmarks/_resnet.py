@@ -25,7 +25,7 @@ import synkhronos.compat  # noqa: F401 - before Lasagne
 import pytensor
 
 import synkhronos as synk
-from benchmarks._training import time_steps
+from benchmarks._training import measure_steps
 from synkhronos.loading import CropMirror, Loader, npy
 from synkhronos.training import make_train_function, updates
 
@@ -161,10 +161,10 @@ class SynkhronosTrainer:
 
         return take_step
 
-    def measure(self, placement: str) -> tuple[float, float, float]:
-        """Return the first step's seconds, the median seconds of a step, and the last loss."""
+    def measure(self, placement: str) -> dict[str, Any]:
+        """Measure steps on images that are on the host, on the GPUs or in files."""
         step = {"host": self._make_host_step, "gpu": self._make_gpu_step, "files": self._make_file_step}[placement]()
-        return time_steps(step, self._settings["warm"], self._settings["rounds"], self._settings["steps"])
+        return measure_steps(step, self._settings)
 
 
 def main() -> None:

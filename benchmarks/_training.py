@@ -8,37 +8,36 @@ from __future__ import annotations
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from statistics import median
 from time import perf_counter
 from typing import Any
 
 
-def time_steps(step: Callable[[], Any], n_warmup: int, rounds: int, steps: int) -> tuple[float, float, float]:
-    """Return the first step's seconds, the median seconds of a step over some rounds, and the last loss.
+def measure_steps(step: Callable[[], Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ``first`` step's seconds, the median ``seconds`` of a step over some rounds, and the last ``loss``.
 
     Parameters
     ----------
     step : callable
         Starts a step, and returns its loss, which ``float`` waits for.
-    n_warmup : int
-        Number of steps before the rounds.
-    rounds, steps : int
-        Number of rounds, and of steps in each.
+    settings : dict
+        ``warm``: number of steps before the rounds.  ``steps``: those in each round.  ``rounds``: their number, 3 by
+        default.
     """
     start = perf_counter()
     float(step())
     first = perf_counter() - start
-    for _ in range(n_warmup):
+    for _ in range(settings["warm"]):
         step()
     times, value = [], 0.0
-    for _ in range(rounds):
+    for _ in range(settings.get("rounds", 3)):
         float(step())  # waits for all steps before the clock starts
         start = perf_counter()
-        losses = [step() for _ in range(steps)]
+        losses = [step() for _ in range(settings["steps"])]
         value = float(losses[-1])
         times.append((perf_counter() - start) / len(losses))
-    return first, median(times), value
+    return {"first": first, "seconds": median(times), "loss": value}
 
 
 def run_processes(target: Callable[..., Any], n_processes: int, *arguments: Any) -> Any:

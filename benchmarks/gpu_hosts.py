@@ -113,14 +113,7 @@ def run_resnet(options: argparse.Namespace, environment: dict[str, str]) -> tupl
 
     settings = {
         **{name: getattr(options, name) for name in ("steps", "batch_size", "width", "size")},
-        **{
-            "n": 2 * options.gpus,
-            "precision": "tf32",
-            "blocks": BLOCKS[options.depth],
-            "classes": 1000,
-            "rounds": 3,
-            "warm": 20,
-        },
+        **{"n": 2 * options.gpus, "precision": "tf32", "blocks": BLOCKS[options.depth], "classes": 1000, "warm": 20},
         **{"exchange": None, "compiled": False, "images": 1024, "where": ["host"], "device": "gpu", "loaders": 0},
     }
     if options.fake:
@@ -130,8 +123,9 @@ def run_resnet(options: argparse.Namespace, environment: dict[str, str]) -> tupl
     printed = run_command(
         [sys.executable, "-m", "benchmarks._resnet", json.dumps(settings)], options.limit, **environment
     )
-    _, step, loss = json.loads(printed.splitlines()[-1])["results"]["host"]
-    return f"{2 * options.gpus * options.batch_size / step:,.0f} images/s, loss {loss:.3f}", ""
+    result = json.loads(printed.splitlines()[-1])["results"]["host"]
+    images = 2 * options.gpus * options.batch_size
+    return f"{images / result['seconds']:,.0f} images/s, loss {result['loss']:.3f}", ""
 
 
 def run_tests(options: argparse.Namespace, environment: dict[str, str]) -> tuple[str, str]:

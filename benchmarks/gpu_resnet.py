@@ -80,7 +80,6 @@ def make_settings(options: argparse.Namespace, precision: str, n: int) -> dict[s
         "precision": precision,
         "blocks": BLOCKS[options.depth],
         "classes": 1000,
-        "rounds": 3,
         "exchange": options.exchange,
         "compiled": False,
     }
@@ -110,11 +109,10 @@ class SpeedTable:
         is_cold: bool,
     ) -> None:
         """Print a row; `images` is their number per step, `others` has the optional sides "compiled" and "flax"."""
-        first, ours_step, loss = result["results"][placement]
-        _, ddp_step, ddp_loss = ddp["results"][placement]
-        speed = self._speeds[precision, placement, n] = images / ours_step, images / ddp_step
+        ours, theirs = (side["results"][placement] for side in (result, ddp))
+        speed = self._speeds[precision, placement, n] = images / ours["seconds"], images / theirs["seconds"]
         ratio = speed[0] / speed[1]
-        speeds = {name: images / side["results"][placement][1] for name, side in others.items()}
+        speeds = {name: images / side["results"][placement]["seconds"] for name, side in others.items()}
         single_gpu_speed = self._speeds.get((precision, placement, 1))
         scaling = (
             [s / (n * s1) for s, s1 in zip(speed, single_gpu_speed, strict=True)]
@@ -140,13 +138,13 @@ class SpeedTable:
         if scaling:
             self._goals.append((f"{label}: scaling", 100 * scaling[0], " %", None, 97))
         if is_cold:
-            self._goals.append((f"{label}: first step, compiled anew", first, " s", 120, None))
-        losses = f"{loss:.3f}, DDP {ddp_loss:.3f}"
-        self.remarks.append(f"{label}: first step {format_duration(first)}; losses at the end {losses}")
+            self._goals.append((f"{label}: first step, compiled anew", ours["first"], " s", 120, None))
+        losses = f"{ours['loss']:.3f}, DDP {theirs['loss']:.3f}"
+        self.remarks.append(f"{label}: first step {format_duration(ours['first'])}; losses at the end {losses}")
 
     def add_loading(self, precision: str, n: int, images: int, result: Any) -> None:
         """Store the speed with rows from files, relative to rows on the host."""
-        plain, loaded = (images / result["results"][placement][1] for placement in ("host", "files"))
+        plain, loaded = (images / result["results"][placement]["seconds"] for placement in ("host", "files"))
         label = f"{precision}, images from files, n = {n}"
         self.remarks.append(
             f"{label}: {loaded:,.0f}/s, and {plain:,.0f}/s from the host without loading; "

@@ -149,12 +149,12 @@ def compare_torch(options: argparse.Namespace) -> None:
     settings = {
         **{"n": options.ranks, "precision": "tf32", "blocks": BLOCKS[50], "classes": 1000, "width": 64, "size": 224},
         **{"batch_size": options.batch, "device": "cpu" if options.cpu else "gpu", "where": ["host"]},
-        **{"warm": 2 * options.period, "steps": 3 * options.period, "rounds": 3, "compiled": False},
+        **{"warm": 2 * options.period, "steps": 3 * options.period, "compiled": False},
     }
     for name, period in (("DDP", 0), ("post-local SGD", options.period)):
         try:
             results = run_side(["_ddp"], {**settings, "period": period}, 240, options.torch_python)
-            table.print_row(name, f"{options.ranks * options.batch / results['results']['host'][1]:,.0f}")
+            table.print_row(name, f"{options.ranks * options.batch / results['results']['host']['seconds']:,.0f}")
         except SideError as failure:
             print(f"{name}: {failure}")
 

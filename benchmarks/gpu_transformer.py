@@ -14,14 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks import make_parser
-from benchmarks._training import join_group, run_processes, time_steps
+from benchmarks._training import join_group, measure_steps, run_processes
 
 ROOT = Path(__file__).resolve().parents[1]
 SIDES = ("synkhronos", "ddp", "compiled", "flax", "flax-bfloat16")
@@ -36,12 +35,6 @@ def make_tokens(settings: Settings, rank: int | None = None) -> tuple[np.ndarray
     rng = np.random.default_rng(rank)
     tokens = rng.integers(settings["characters"], size=(rows, settings["length"] + 1), dtype=np.int32)
     return np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
-
-
-def measure(step: Callable[[], Any], settings: Settings, **entries: Any) -> dict[str, Any]:
-    """Return seconds of the first step and of a step, the last loss, and further entries of the result."""
-    first, seconds, loss = time_steps(step, settings["warm"], 3, settings["steps"])
-    return {"first": first, "seconds": seconds, "loss": loss, **entries}
 
 
 def run_synkhronos(settings: Settings) -> dict[str, Any]:
@@ -73,14 +66,10 @@ def run_synkhronos(settings: Settings) -> dict[str, Any]:
     )
     x_data, y_data = [synk.data(part) for part in make_tokens(settings)]
     rng, size = np.random.default_rng(0), settings["n"] * settings["batch_size"]
-    result = measure(
-        lambda: train(x_data, y_data, batch=rng.choice(len(x_data), size, replace=False)),
-        settings,
-        parameters=sum(param.get_value(borrow=True).size for param in net.params),
-        version=f"PyTensor {pytensor.__version__}",
-    )
+    result = measure_steps(lambda: train(x_data, y_data, batch=rng.choice(len(x_data), size, replace=False)), settings)
+    count = sum(param.get_value(borrow=True).size for param in net.params)
     synk.close()
-    return result
+    return {**result, "parameters": count, "version": f"PyTensor {pytensor.__version__}"}
 
 
 def run_flax(settings: Settings) -> dict[str, Any]:
@@ -141,7 +130,8 @@ def run_flax(settings: Settings) -> dict[str, Any]:
         return loss
 
     count = sum(param.size for param in jax.tree.leaves(params))
-    return measure(step, settings, parameters=count, version=f"flax {flax.__version__}, JAX {jax.__version__}")
+    result = measure_steps(step, settings)
+    return {**result, "parameters": count, "version": f"flax {flax.__version__}, JAX {jax.__version__}"}
 
 
 def run_torch(rank: int, rendezvous: str, settings: Settings) -> dict[str, Any]:
@@ -211,9 +201,9 @@ def run_torch(rank: int, rendezvous: str, settings: Settings) -> dict[str, Any]:
         optimizer.step()
         return loss.detach()
 
-    result = measure(step, settings, parameters=count, version=f"PyTorch {torch.__version__}")
+    result = measure_steps(step, settings)
     distributed.destroy_process_group()
-    return result
+    return {**result, "parameters": count, "version": f"PyTorch {torch.__version__}"}
 
 
 def run_ddp(settings: Settings) -> dict[str, Any]:

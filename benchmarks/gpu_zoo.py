@@ -67,7 +67,6 @@ def make_settings(options: argparse.Namespace, row: str, n: int) -> dict[str, An
         "batch_size": options.batch_size or batch,
         "n": n,
         "where": ["host"],
-        "rounds": 3,
         "exchange": None,
         "compiled": False,
     }
@@ -106,17 +105,17 @@ class TimeTable:
     def add(self, row: str, n: int, settings: dict[str, Any], result: Any, ddp: Any) -> None:
         """Print a row."""
         images = n * settings["batch_size"]
-        steps = {"ours": result["results"]["host"][1], "ddp": ddp["results"]["host"][1]}
+        ours, theirs = (side["results"]["host"] for side in (result, ddp))
+        steps = {"ours": ours["seconds"], "ddp": theirs["seconds"]}
         cells = [self._format_times(row, side, n, images, step) for side, step in steps.items()]
         ratio = steps["ddp"] / steps["ours"]
         k80 = ROWS[row][3][K80.index(n)] if n in K80 else ""
         self._table.print_row(row, str(n), *cells, f"{ratio:.3f}", k80)
         self._goals.append((f"{row}, n = {n}: times as fast as DDP", ratio))
-        first, _, loss = result["results"]["host"]
         self._remarks.append(
-            f"{row}, n = {n}: first step {first:.0f} s; "
+            f"{row}, n = {n}: first step {ours['first']:.0f} s; "
             f"{result['parameters']:,} parameters, DDP {ddp['parameters']:,}; "
-            f"losses at the end {loss:.3f}, the penalty of large weights included, DDP {ddp['results']['host'][2]:.3f}"
+            f"losses at the end {ours['loss']:.3f}, the penalty of large weights included, DDP {theirs['loss']:.3f}"
         )
         if result["parameters"] != ddp["parameters"]:
             raise SystemExit(f"{row}: the two sides have different networks: {self._remarks[-1]}")

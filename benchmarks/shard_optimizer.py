@@ -19,14 +19,13 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks import make_parser
-from benchmarks._training import join_group, run_processes, time_steps
+from benchmarks._training import join_group, measure_steps, run_processes
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Sides, and the unsharded one of the same library.
@@ -36,12 +35,6 @@ RATES = {"momentum": 1e-3, "adam": 1e-5, "adamw": 1e-5}
 LIMIT = 1.05
 
 Settings = dict[str, Any]
-
-
-def measure(step: Callable[[], Any], settings: Settings) -> dict[str, Any]:
-    """Return seconds of the first step and of a step, and the last loss."""
-    first, seconds, loss = time_steps(step, settings["warm"], 3, settings["steps"])
-    return {"first": first, "seconds": seconds, "loss": loss}
 
 
 def run_synkhronos(settings: Settings) -> dict[str, Any]:
@@ -82,7 +75,7 @@ def run_synkhronos(settings: Settings) -> dict[str, Any]:
     for i in range(len(images)):
         images[i] = rng.integers(256, size=(3, size, size), dtype=np.uint8)
     labels = synk.data(rng.integers(settings["classes"], size=len(images), dtype=np.int32))
-    result = measure(lambda: train(images, labels, batch=rng.choice(len(images), rows, replace=False)), settings)
+    result = measure_steps(lambda: train(images, labels, batch=rng.choice(len(images), rows, replace=False)), settings)
     state = np.zeros(n, np.int64)
     for variable in train.optimizer_state:
         itemsize = np.dtype(variable.type.dtype).itemsize
@@ -143,7 +136,7 @@ def run_torch(rank: int, rendezvous: str, settings: Settings) -> dict[str, Any]:
         optimizer.step()
         return loss.detach()
 
-    result = measure(step, settings)
+    result = measure_steps(step, settings)
     states = (optimizer.optim if settings["side"] == "zero" else optimizer).state.values()
     tensors = [tensor for entries in states for tensor in entries.values() if torch.is_tensor(tensor)]
     state = torch.tensor(sum(tensor.numel() * tensor.element_size() for tensor in tensors), device=device)
