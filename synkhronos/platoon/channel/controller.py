@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import inspect
+import json
 import mmap
 import os
 import secrets
@@ -20,7 +22,7 @@ import numpy as np
 from synkhronos.gpus import get_n_gpu
 from synkhronos.platoon import configparser
 from synkhronos.platoon.channel.batch_queue import BatchSender
-from synkhronos.platoon.channel.controller_process import ExperimentHosts
+from synkhronos.platoon.channel.controller_process import ARGUMENTS_VARIABLE, ExperimentHosts
 from synkhronos.platoon.channel.worker_group import WorkerGroup
 from synkhronos.platoon.util import PlatoonError
 
@@ -219,6 +221,31 @@ class Controller:
         """Return the arguments of this class among those parsed by `default_parser`."""
         names = ("control_port", "data_port", "data_hwm", "devices", "experiment_name", "log_directory")
         return {name: value for name, value in vars(args).items() if name in (*names, "worker_args", "multi")}
+
+
+class Lieutenant(Controller):
+    """Controller of Platoon's first version, which gets its workers from the launcher, not from command-line arguments.
+
+    ``port`` is the data port, and ``hwm`` the bound of the queue of mini-batches; ``cport`` is ignored.
+    """
+
+    def __init__(self, port: int | None = None, cport: int | None = None, hwm: int = 10):
+        super().__init__(data_port=port, data_hwm=hwm, **json.loads(os.environ.get(ARGUMENTS_VARIABLE, "{}")))
+
+    def init_control(self, port: int) -> None:
+        """Do nothing: workers find their controller by themselves."""
+
+    def serve(self) -> int:
+        """Answer requests until all workers have ended; exit if one has failed."""
+        status = super().serve()
+        if status:
+            sys.exit(status)
+        return status
+
+    def _answer_request(self, req: Any, worker_id: int, req_info: Any) -> Any:
+        """Call ``handle_control(req)`` or ``handle_control(req, worker_id)``."""
+        handle: Any = self.handle_control
+        return handle(req, worker_id) if len(inspect.signature(handle).parameters) > 1 else handle(req)
 
 
 def add_port_arguments(parser: argparse.ArgumentParser) -> None:

@@ -289,3 +289,22 @@ class Worker(metaclass=SingletonType):
     def default_arguments(args: argparse.Namespace) -> dict[str, Any]:
         """Return the arguments of this class among those parsed by `default_parser`."""
         return {name: value for name, value in vars(args).items() if name in ("control_port", "data_port", "data_hwm")}
+
+
+class Soldier(Worker):
+    """Worker of Platoon's first version; ``port`` and ``cport`` are the data and the control port."""
+
+    def __init__(self, port: int | None = None, cport: int | None = None, socket_timeout: int = 300000, hwm: int = 10):
+        super().__init__(cport, port, socket_timeout, hwm)
+
+    def init_control_sock(self, port: int) -> None:
+        """Do nothing: the launcher has connected the worker with its controller."""
+
+    lock_params = Worker.lock
+    unlock_params = Worker.unlock
+
+    def init_shared_params(  # type: ignore[override]
+        self, job_name: str, params: Sequence[Any], param_sync_rule: ParamSyncRule, cleanup: bool = False
+    ) -> None:
+        """Map the shared parameters as `Worker.init_shared_params`; ``job_name`` and ``cleanup`` are ignored."""
+        super().init_shared_params(params, param_sync_rule)
