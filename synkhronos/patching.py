@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -27,6 +28,18 @@ def replace_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, original)
+
+
+@contextlib.contextmanager
+def restore_jax_precision() -> Iterator[None]:
+    """Restore JAX's precision after the ``with`` block, if JAX was imported before.  The library enables float64."""
+    jax = sys.modules.get("jax")
+    old_value = None if jax is None else jax.config.jax_enable_x64
+    try:
+        yield
+    finally:
+        if jax is not None and jax.config.jax_enable_x64 != old_value:
+            jax.config.update("jax_enable_x64", old_value)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from synkhronos.graph_libraries import list_loaded_libraries
+from synkhronos.patching import restore_jax_precision
 
 if TYPE_CHECKING:
     from synkhronos.launcher.configuration.settings import Settings
@@ -195,12 +196,7 @@ def get_learning_rate(model: Any) -> float:
 def use_model_precision() -> Iterator[None]:
     """Set JAX's precision, within a ``with`` block, to PyTensor's ``floatX``.  Models are compiled for it."""
     jax, pytensor = sys.modules.get("jax"), sys.modules.get("pytensor")
-    if jax is None or pytensor is None:  # nothing is compiled yet, and PyTensor then sets the flag itself
+    with restore_jax_precision():
+        if jax is not None and pytensor is not None:  # else nothing is compiled yet; PyTensor then sets the flag itself
+            jax.config.update("jax_enable_x64", pytensor.config.floatX == "float64")
         yield
-        return
-    old_value = jax.config.jax_enable_x64
-    jax.config.update("jax_enable_x64", pytensor.config.floatX == "float64")
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_x64", old_value)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 
+from synkhronos.patching import restore_jax_precision
 from synkhronos.platoon.channel import batch_queue, controller_connection, sockets
 from synkhronos.platoon.channel.controller import add_port_arguments
 from synkhronos.platoon.param_sync import ParamSyncRule
@@ -30,18 +30,6 @@ _OP_NAMES = {
     **dict.fromkeys(("max", "maximum"), "max"),
     **dict.fromkeys(("min", "minimum"), "min"),
 }
-
-
-@contextlib.contextmanager
-def restore_precision() -> Iterator[None]:
-    """Return a context manager that restores JAX's precision: the library enables float64, scripts use ``floatX``."""
-    jax = sys.modules.get("jax")
-    old_value = None if jax is None else jax.config.jax_enable_x64
-    try:
-        yield
-    finally:
-        if jax is not None and jax.config.jax_enable_x64 != old_value:
-            jax.config.update("jax_enable_x64", old_value)
 
 
 class Worker(metaclass=SingletonType):
@@ -168,7 +156,7 @@ class Worker(metaclass=SingletonType):
             raise TypeError(
                 f"dest: expected {src.dtype} of shape {src.shape}, as src, got {dest.dtype} of shape {dest.shape}"
             )
-        with restore_precision():
+        with restore_jax_precision():
             result = self._controller.context.all_reduce(src, name)
         if dest is None:
             return result

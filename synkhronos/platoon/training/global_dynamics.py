@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from synkhronos.exchange_rules.state import FlatVariables
-from synkhronos.platoon.channel.worker import Worker, restore_precision
+from synkhronos.patching import restore_jax_precision
+from synkhronos.platoon.channel.worker import Worker
 
 
 class GlobalDynamics:
@@ -23,7 +24,7 @@ class GlobalDynamics:
         """Exchange the variables of the rule with the other workers."""
         if self._fn is None:
             raise NotImplementedError(f"{type(self).__name__}: call make_rule() or register_fn() first")
-        with restore_precision():
+        with restore_jax_precision():
             self._fn()
 
     @property
