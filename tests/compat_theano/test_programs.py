@@ -22,7 +22,7 @@ if synkhronos.compat.library == "theano":
 else:
     from pytensor.compile.mode import Mode, get_mode
 
-    # Both get smaller forms, where there are some: lasagne_demos/test_zoo.py trains all of GoogLeNet.
+    # Both get smaller forms, where there are some.
     MODES = ["JAX", "Mode"]
     #: The graphs that PyTensor's default mode gives to Numba, run by Python. Numba would compile for minutes, and
     #: Python's Elemwise has at most 32 inputs, so operations are not fused.

@@ -52,7 +52,7 @@ def test_queued_slices_become_smaller(sizes):
 
 @pytest.mark.parametrize("n_rows", [1, 255, 257, 1000, 10**5, 10**7])
 def test_slices_for_any_number_of_ranks_fit_into_the_queue(n_rows):
-    for n_ranks in range(2, 257):
+    for n_ranks in range(2, 257, 7 if n_rows > 10**5 else 1):
         lengths = np.diff(row_slices.compute_queued_slice_bounds(n_rows, 168 * n_rows, n_ranks))
         assert lengths.sum() == n_rows and lengths.min() > 0
         assert len(lengths) <= row_slices.MAX_QUEUED_SLICES

@@ -23,7 +23,7 @@ def build():
     return model
 
 
-def sample(model, sampler, method, progressbar=False):
+def sample(model, sampler, method):
     """Sample two short chains by this sampler of PyMC."""
     import pymc as pm
 
@@ -33,7 +33,7 @@ def sample(model, sampler, method, progressbar=False):
             tune=4,
             chains=2,
             random_seed=5,
-            progressbar=progressbar,
+            progressbar=False,
             compute_convergence_checks=False,
             nuts_sampler=sampler,
             # For jitter PyMC would evaluate the density by one XLA program per operation, as `compare_functions` does.
@@ -47,15 +47,14 @@ def check_equal(parallel, serial):
     np.testing.assert_array_equal(parallel.sample_stats.n_steps, serial.sample_stats.n_steps)
 
 
-def compare_samplers(sampler, *methods):
-    """Check that the draws of several chains by each method of a sampler equal one process's."""
+def compare_samplers(sampler, method):
+    """Check that the draws of several chains equal one process's."""
     from synkhronos.extensions.pymc import data_parallel
 
     model = build()
     parallel = data_parallel(model)
-    expected = sample(model, sampler, methods[0])
-    for method in methods:
-        check_equal(sample(parallel, sampler, method, progressbar=method != methods[0]), expected)
+    expected = sample(model, sampler, method)  # first: ranks start XLA with one device
+    check_equal(sample(parallel, sampler, method), expected)
 
 
 def compare_functions():

@@ -30,7 +30,7 @@ def fork():
         pass
     if len(HOSTS) == 1:
         return synk.fork(int(HOSTS[0].partition(":")[2]), use_gpu=True)
-    return synk.fork(hosts=HOSTS, use_gpu=True)
+    return synk.fork(hosts=HOSTS)  # where there are GPUs, on these
 
 
 def train():
@@ -145,8 +145,6 @@ def request_too_many_gpus():
             synk.fork(hosts=hosts, use_gpu=True)
         except ValueError as error:
             print(error)
-    print(synk.fork(hosts=["a", "b"]))  # by default one for each GPU
-    print(get_rank_device(ranks.get_session().rank).name)
 
 
 def use_parts():
