@@ -41,7 +41,7 @@ def measure_steps(step: Callable[[], Any], settings: Mapping[str, Any]) -> dict[
 
 
 def run_processes(target: Callable[..., Any], n_processes: int, *arguments: Any) -> Any:
-    """Run a function in new processes, of which this one is rank 0; return its result here.
+    """Run a function on several ranks, each in a process; this one is rank 0, whose result is returned.
 
     Parameters
     ----------

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -206,12 +207,6 @@ def run_torch(rank: int, rendezvous: str, settings: Settings) -> dict[str, Any]:
     return {**result, "parameters": count, "version": f"PyTorch {torch.__version__}"}
 
 
-def run_ddp(settings: Settings) -> dict[str, Any]:
-    """Measure PyTorch's DDP with a process for each GPU; this process is rank 0."""
-    result: dict[str, Any] = run_processes(run_torch, settings["n"], settings)
-    return result
-
-
 def parse_options() -> argparse.Namespace:
     """Return the command line's options."""
     parser = make_parser("gpu_transformer", __doc__)
@@ -243,7 +238,8 @@ def main() -> None:
     options = parse_options()
     if options.run:
         runs = {"synkhronos": run_synkhronos, "flax": run_flax, "flax-bfloat16": run_flax}
-        print(json.dumps(runs.get(options.run["side"], run_ddp)(options.run)), flush=True)
+        run = runs.get(options.run["side"], partial(run_processes, run_torch, options.run["n"]))
+        print(json.dumps(run(options.run)), flush=True)
         return
     from benchmarks._measure import (
         SideError,

@@ -19,6 +19,7 @@ import json
 import os
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,12 +149,6 @@ def run_torch(rank: int, rendezvous: str, settings: Settings) -> dict[str, Any]:
     return {**result, "version": f"PyTorch {torch.__version__}"}
 
 
-def run_ddp(settings: Settings) -> dict[str, Any]:
-    """Measure PyTorch with a process for each GPU; this process is rank 0."""
-    result: dict[str, Any] = run_processes(run_torch, settings["n"], settings)
-    return result
-
-
 def parse_options() -> argparse.Namespace:
     """Return the command line's options."""
     parser = make_parser("shard_optimizer", __doc__)
@@ -182,7 +177,8 @@ def main() -> None:
     """Run each side in its own process, and print a table."""
     options = parse_options()
     if options.run:
-        run = run_synkhronos if options.run["side"] in ("whole", "sharded") else run_ddp
+        is_ours = options.run["side"] in ("whole", "sharded")
+        run = run_synkhronos if is_ours else partial(run_processes, run_torch, options.run["n"])
         print(json.dumps(run(options.run)), flush=True)
         return
     from benchmarks._measure import (

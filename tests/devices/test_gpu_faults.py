@@ -47,14 +47,11 @@ class ExitWithPending(FailInAllReduce):
 
 
 class FailInBlocking(FailInAllReduce):
-    """Command of a blocking collective that one rank never starts, as it fails or waits.
+    """Command of a blocking collective, with this rank as root, that rank 1 never starts, as it fails or waits."""
 
-    The others can't finish without it; except with "sent" and "given", where they send, and may finish.
-    """
-
-    def __init__(self, collective, action):
+    def __init__(self, collective, root, action):
         super().__init__(action, 1)
-        self.collective = collective
+        self.collective, self.root = collective, root
 
     def run(self, rank):
         communicator, layout = GPU_DEVICE.get_communicator(rank), ((1 << 20,), np.dtype(np.float32))
@@ -68,21 +65,20 @@ class FailInBlocking(FailInAllReduce):
             FAULTS[self.action]()
         elif self.action == "wait":
             threading.Timer(0.5, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
-        if self.collective in ("broadcast", "sent"):
-            communicator.broadcast(
-                array, self.failing_rank if self.collective == "broadcast" else 1 - self.failing_rank
-            )
-        elif self.collective == "given":
-            out = output if rank.number == self.failing_rank else None
-            communicator.reduce(array, "sum", self.failing_rank, out, layout, range(rank.size))
+        if self.collective == "broadcast":
+            communicator.broadcast(array, self.root)
         elif self.collective == "reduce":
-            communicator.reduce(
-                array, "sum", rank.master_rank, output if rank.is_master else None, layout, range(rank.size)
-            )
+            out = output if rank.number == self.root else None
+            communicator.reduce(array, "sum", self.root, out, layout, range(rank.size))
         else:
             communicator.all_gather(
                 array, [layout] * rank.size, [GPU_DEVICE.slice_items(output, 0, layout[0])] * rank.size
             )
+
+
+#: Collectives and their roots: the other ranks can't finish without rank 1, or they only send, and may finish.
+RECEIVING = [("broadcast", 1), ("reduce", 0), ("all_gather", None)]
+SENDING = [("broadcast", 0), ("reduce", 1)]
 
 
 @pytest.mark.new_ranks
@@ -136,31 +132,31 @@ def test_collectives_reconnect_after_an_exception(fork, failing_rank):
 
 
 @pytest.mark.parametrize("action", ["raise", "wait"])
-@pytest.mark.parametrize("collective", ["broadcast", "reduce", "gather"])
-def test_exception_aborts_a_pending_collective(fork, collective, action):
+@pytest.mark.parametrize(("collective", "root"), RECEIVING)
+def test_exception_aborts_a_pending_collective(fork, collective, root, action):
     fork(N_RANKS)
     check_ranks_work()
     with time_limit(FAULT_LIMIT), pytest.raises(KeyboardInterrupt if action == "wait" else synk.WorkerError):
-        ranks.get_session().run(FailInBlocking(collective, action))
+        ranks.get_session().run(FailInBlocking(collective, root, action))
     check_ranks_work()
 
 
-@pytest.mark.parametrize("collective", ["sent", "given"])
-def test_failed_collective_leaves_no_messages_for_later_ones(fork, collective):
+@pytest.mark.parametrize(("collective", "root"), SENDING)
+def test_failed_collective_leaves_no_messages_for_later_ones(fork, collective, root):
     fork(N_RANKS)
     check_ranks_work()
     with pytest.raises(synk.WorkerError):
-        ranks.get_session().run(FailInBlocking(collective, "raise"))
+        ranks.get_session().run(FailInBlocking(collective, root, "raise"))
     check_ranks_work()
 
 
 @pytest.mark.new_ranks
-@pytest.mark.parametrize("collective", ["broadcast", "reduce", "gather", "sent", "given"])
-def test_death_in_a_pending_collective_is_noticed(fork, collective):
+@pytest.mark.parametrize(("collective", "root"), [*RECEIVING, *SENDING])
+def test_death_in_a_pending_collective_is_noticed(fork, collective, root):
     fork(N_RANKS)
     check_ranks_work()
     with time_limit(FAULT_LIMIT), pytest.raises(synk.WorkerError, match="killed by SIGKILL"):
-        ranks.get_session().run(FailInBlocking(collective, "SIGKILL"))
+        ranks.get_session().run(FailInBlocking(collective, root, "SIGKILL"))
 
 
 @needs_jax
