@@ -65,6 +65,7 @@ class WorkerProcesses:
             # Python and JAX warn of forking beside threads: a lock that one of them holds stays locked in the child.
             # The worker acquires no lock of the master: it opens its own streams, never runs the master's exit
             # handlers, and refuses to use a JAX that was initialized before.
+            # A fork goes on ignoring warnings, as each rank would print the same ones.
             warnings.simplefilter("ignore")
             if self._control_file is not None and self._fork_server is not None:
                 pid = self._fork_server.start_worker(self._control, self._control_file, worker_end, *arguments[1:])

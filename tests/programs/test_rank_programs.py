@@ -9,7 +9,7 @@ import pytest
 import rank_programs as programs
 from hypothesis import given
 from hypothesis import strategies as st
-from library import XLA, assert_same, shared, tensor
+from library import DEVICE, HOSTS, XLA, assert_same, shared, tensor
 
 import synkhronos as synk
 from synkhronos import ranks
@@ -22,6 +22,12 @@ from synkhronos.ranks.program_peers import ProgramPeers, find_byte_range
 def test_run_passes_rank_and_arguments(n_ranks):
     results = synk.run(programs.return_arguments, 1, two="2")
     assert results == [(r, n_ranks, r == 0, (1,), {"two": "2"}) for r in range(n_ranks)]
+
+
+@pytest.mark.skipif(DEVICE != "host" or bool(HOSTS), reason="workers that are forks of this process")
+def test_forked_workers_show_warnings_on_request(n_ranks):
+    assert synk.run(programs.count_shown_warnings, "")[1:] == [0] * (n_ranks - 1)
+    assert synk.run(programs.count_shown_warnings, "always")[1:] == [1] * (n_ranks - 1)
 
 
 def test_program_all_reduce_accepts_all_ops(n_ranks):

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+import warnings
 
 import numpy as np
 
@@ -28,6 +29,17 @@ def lock_until_cancelled(context, seconds):
 
 def get_stored(context, name):
     return dict(context.get_persistent_dict(name))
+
+
+def count_shown_warnings(context, filter_action):
+    """Return how many of a rank's warnings are shown."""
+    shown = []
+    with warnings.catch_warnings():
+        if filter_action:
+            warnings.simplefilter(filter_action, RuntimeWarning)
+        warnings.showwarning = lambda *_: shown.append(1)
+        warnings.warn("overflow", RuntimeWarning, stacklevel=1)
+    return len(shown)
 
 
 def all_reduce_by_each_op(context, values):
