@@ -468,8 +468,6 @@ class SumOverRows(_DistributedSumOp):
 
     def pullback(self, inputs: Variables, outputs: Variables, cotangents: Variables) -> list[Any]:
         """Return the gradients with respect to the parameters."""
-        if not self.sum.float_positions:
-            return self._align_with_params([])
         _, *gradients = self.sum.gradient_op(*inputs, return_list=True)
         return self._align_with_params([cotangents[0] * gradient for gradient in gradients])
 

@@ -232,7 +232,7 @@ class KnownVariables:
 
     def varies_with_inputs(self, variable: Variable) -> bool:
         """Whether the value is known before a call, and depends on the value of an input."""
-        return self.is_known_before_call(variable) and self._is_varying.get(variable, False)
+        return self._is_varying.get(variable, False)
 
     def is_known_in_trace(self, variable: Variable) -> bool:
         """Whether the value is known while JAX traces the graph, such as a value that is known before a call."""
