@@ -32,7 +32,7 @@ def get_stored(context, name):
 
 
 def count_shown_warnings(context, filter_action):
-    """Return how many of a rank's warnings are shown."""
+    """Return the number of a rank's warnings that are shown."""
     shown = []
     with warnings.catch_warnings():
         if filter_action:
