@@ -453,7 +453,7 @@ class AllReducePlan(NamedTuple):
                 early_communicator = device_communicator
         host_communicator = get_numpy_communicator(rank)
         contributions = []
-        if sum(map(compute_aligned_nbytes, own_layouts)) <= host_communicator.max_small_nbytes and all(
+        if 0 < sum(map(compute_aligned_nbytes, own_layouts)) <= host_communicator.max_small_nbytes and all(
             variable.communicator is host_communicator for variable in variables
         ):
             contributions = host_communicator.map_small_arrays(own_layouts)
@@ -495,9 +495,12 @@ class AllReducePlan(NamedTuple):
                 new = array if device is NUMPY else device.from_numpy(array)
                 if new is not value:
                     library.store_value(shared, new)
-            return True, None if operation is None else operation()
+            result = None if operation is None else operation()
+            if is_collective:  # only now: a rank without a plan has compared digests by `agree_on_plan`
+                rank.barrier()
+            return True, result
 
-        return rank.run_on_all_or_no_rank(store_and_run, is_collective)
+        return rank.run_on_all_or_no_rank(store_and_run)
 
     def all_reduce(self, rank: Rank, op: str) -> None:
         """Reduce into every rank's variables."""

@@ -5,6 +5,7 @@ Methods import JAX when they need it, so that this package can be imported witho
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -149,14 +150,14 @@ class JaxDevice(CudaDevice):
 
     def wait(self, values: Sequence[Any]) -> None:
         is_any_pending = False
-        for value in values:
-            if not self.owns(value):
-                continue
-            if self.is_on_gpu and not value.is_ready():
-                self._order_copies_after(value)
-                is_any_pending = True
-            else:
-                value.block_until_ready()  # raises the error of a failed launch
+        for value in filter(self.owns, values):
+            # JAX 0.10 crashes where it is asked whether a deleted array is ready.
+            if self.is_on_gpu and not value.is_deleted() and not value.is_ready():
+                with contextlib.suppress(BufferError, RuntimeError):  # the array is on the CPU, or on several GPUs
+                    self._order_copies_after(value)
+                    is_any_pending = True
+                    continue
+            value.block_until_ready()  # raises the error of a failed launch
         if is_any_pending:
             self.staging.set_current_gpu()
             self.staging.copy_stream.sync()  # JAX notices a tenth of a millisecond late that the GPU is done

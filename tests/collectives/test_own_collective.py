@@ -10,7 +10,7 @@ from messages import raises
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.collectives.arguments import parse_variables
-from synkhronos.collectives.commands import prepare_replicas
+from synkhronos.collectives.commands import AllReduceValues, _AllReducePlans, prepare_replicas
 from synkhronos.ranks import Command
 from synkhronos.replication.replicator import distribute_variables
 
@@ -70,3 +70,35 @@ def test_own_collective_refuses_wrong_arguments(two_ranks_per_test):
     with raises(ValueError, "rotate"):
         rotate(s)
     assert synk.get_shapes(s) == [(3,), (4,)], f
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceAndNumber(Command):
+    """Reduce variables, and return each rank's number.  The ranks in ``forgetful_ranks`` have no plan before."""
+
+    all_reduce: AllReduceValues
+    forgetful_ranks: tuple
+
+    def run(self, rank):
+        if rank.number in self.forgetful_ranks:
+            rank.registry.get_or_create(_AllReducePlans).clear()
+        return self.all_reduce.reduce_and_run(rank, lambda: rank.all_gather(rank.number), is_collective=True)
+
+
+@pytest.mark.parametrize("forgetful_ranks", [(0,), (1,), (0, 2)])
+def test_ranks_without_a_plan_of_a_small_all_reduce_make_new_plans_with_the_others(fork, forgetful_ranks):
+    fork(3)
+    s = shared(np.zeros(4), "s")
+    f = synk.function([], [], updates=[(s, s)])
+    synk.distribute()
+    synk.all_reduce(s)
+    session = ranks.get_session()
+    for _ in range(3):
+        for r in range(3):
+            synk.set_value(r, s, np.full(4, float(r)))
+        with session.call_lock:
+            session.wait_until_idle()
+            all_reduce = AllReduceValues(distribute_variables(session, [s]), "avg", True)
+            assert session.run(ReduceAndNumber(all_reduce, forgetful_ranks)) == [0, 1, 2]
+        for r in range(3):
+            assert (np.asarray(synk.get_value(r, s)) == 1).all(), f

@@ -259,6 +259,25 @@ def test_waiting_for_an_array_waits_for_the_gpu(two_ranks_per_test):
 
 
 @needs_jax
+def test_waiting_for_a_deleted_array_raises_runtime_error(two_ranks_per_test):
+    array = GPU_DEVICE.from_numpy(np.ones(3))
+    array.delete()
+    with pytest.raises(RuntimeError, match="deleted"):
+        GPU_DEVICE.wait([array])
+
+
+@needs_jax
+@needs_real_gpus
+def test_waiting_for_an_array_on_the_cpu_waits(two_ranks_per_test):
+    import jax
+
+    square = jax.jit(lambda matrix: matrix @ matrix)
+    array = square(jax.device_put(np.full((2000, 2000), 1 / 2000), jax.devices("cpu")[0]))
+    GPU_DEVICE.wait([array])
+    assert array.is_ready()
+
+
+@needs_jax
 def test_results_are_fetched_from_the_gpu_once(two_ranks_per_test):
     x = T.dvector("x")
     result = synk.function([x], (x * 2, "gather"))(np.arange(4.0))

@@ -101,6 +101,7 @@ FILES = {
     "not there": ("none.toml", None),
     "no TOML": ("a.toml", "rule = "),
     "no JSON": ("a.json", "{"),
+    "no settings": ("a.json", "3"),
     "no setting": ("a.toml", "rules = 'BSP'"),
     "no KEY=VALUE": ("a.cfg", "RULE=BSP\nDEVICES"),
     "no key": ("a.cfg", "COLOUR=red"),

@@ -34,6 +34,8 @@ def read_session_file(path: str | os.PathLike[str]) -> dict[str, Any]:
         settings = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except ValueError as error:
         raise SettingsError(f"{path}: {error}") from None
+    if not isinstance(settings, dict):
+        raise SettingsError(f"{path}: expected settings by name, got {settings!r}")
     check_setting_names(settings, str(path))
     return settings
 

@@ -113,6 +113,12 @@ def run_collectives() -> None:
     synk.scatter(t, parts)
     assert np.array_equal(synk.gather(t, nd_up=0), np.asarray(parts)), synk.gather(t)
     print(synk.get_lengths(t))
+    empty = shared(np.zeros((0, 3)), "empty")
+    synk.function([], empty.sum())
+    synk.distribute()
+    for _ in range(2):
+        synk.all_reduce(empty)
+    assert synk.get_shapes(empty) == [(0, 3)] * n
 
 
 def call_functions() -> None:
