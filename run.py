@@ -417,7 +417,7 @@ COMPILING_TESTS = {
 }
 #: Tests of what depends on the graph library, which run with Theano beside PyTensor; with Theano alone, all tests run.
 SECOND_LIBRARY_TESTS = [
-    *(f"tests/{name}" for name in ("collectives", "data_objects", "functions", "graph_libraries", "replication")),
+    *(f"tests/{name}" for name in ("collectives", "functions", "graph_libraries", "replication")),
     *list_test_files("inherited_settings", "modes", "rank_mean", "release", "replacement", "unpicklable"),
     *list_test_files("master_weights", "shard_optimizer", "train", "train_means", "train_options", "trainer"),
     *list_test_files("transformations", "update_rule", "updates", "launch_theano_mpi"),

@@ -70,12 +70,9 @@ def test_zoo_cifar10_trains_on_two_ranks(tmp_path):
     assert [value.shape for value in np.load(tmp_path / "run" / "params.npz").values()][:2] == [(64, 3, 5, 5), (64,)]
 
 
-@pytest.mark.parametrize("session, rule", [("wgan", "Swap"), ("lsgan", "BSP")])
-def test_gans_train_on_two_ranks(tmp_path, session, rule):
+def test_zoo_wgan_trains_on_two_ranks(tmp_path):
     small = ("config.images=16", "config.width=4", "config.noise=10")
-    report = train_session(
-        session, tmp_path / "run", *small, f"rule={rule}", *(["rule_options.period=2"] * (rule == "Swap"))
-    )
+    report = train_session("wgan", tmp_path / "run", *small, "rule=Swap", "rule_options.period=2")
     assert report["steps"] == 4 and set(report["validation"]) == {"cost", "error"}
 
 
