@@ -219,22 +219,19 @@ class NcclCommunicator(EarlyCommunicator):
 
     def _gather_to(self, receivers: Sequence[int], array: Array, out: Sequence[Any | None] | None) -> None:
         """Copy rank r's array into ``out[r]`` on the receivers."""
-        number = self._rank.number
         address, n_items, _ = self._prepare_buffer(array)
         nbytes = n_items * array.dtype.itemsize
         targets: list[ItemRange | None] = list(out) if out is not None else [None] * self._rank.size
-        own_target = targets[number]
 
         def send_and_receive(handle: Any) -> None:
-            if own_target is not None and nbytes:
-                check_result(self._staging.driver.cuMemcpyAsync(own_target.address, address, nbytes, self._stream))
+            # A receiver sends to itself, too: NCCL copies its array at the same time as it receives the others.
             self._nccl.group_start()
             try:
                 for r in receivers:
-                    if r != number and nbytes:
+                    if nbytes:
                         self._nccl.send(address, nbytes, NCCL_UINT8, r, handle, self._stream)
                 for r, target in enumerate(targets):
-                    if target is not None and r != number and target.nbytes:
+                    if target is not None and target.nbytes:
                         self._nccl.recv(target.address, target.nbytes, NCCL_UINT8, r, handle, self._stream)
             finally:
                 self._nccl.group_end()
