@@ -124,14 +124,14 @@ def _check_bounds(low: int, high: int, length: int, name: str) -> None:
         raise IndexError(f"{name}: index {low if low < -length else high} is out of range for {length} rows")
 
 
-def get_share_bounds(n_rows: int, n_shares: int, index: int) -> slice:
-    """Return the bounds of one of ``n_shares`` contiguous shares, into which rows are divided as evenly as possible.
+def get_share_slice(n_rows: int, n_shares: int, index: int) -> slice:
+    """Return the slice of one of ``n_shares`` contiguous shares, into which rows are divided as evenly as possible.
 
     If the number of rows is not a multiple of the number of shares, the first shares have one row more.
 
     Examples
     --------
-    >>> [get_share_bounds(7, 3, rank) for rank in range(3)]
+    >>> [get_share_slice(7, 3, rank) for rank in range(3)]
     [slice(0, 3, None), slice(3, 5, None), slice(5, 7, None)]
     """
     quotient, remainder = divmod(n_rows, n_shares)
@@ -140,9 +140,9 @@ def get_share_bounds(n_rows: int, n_shares: int, index: int) -> slice:
 
 
 def split_selection(rows: Rows, n_shares: int) -> list[Rows]:
-    """Return the shares of a selection; see `get_share_bounds`."""
+    """Return the shares of a selection; see `get_share_slice`."""
     n_rows = len(rows)
-    return [rows[get_share_bounds(n_rows, n_shares, index)] for index in range(n_shares)]
+    return [rows[get_share_slice(n_rows, n_shares, index)] for index in range(n_shares)]
 
 
 def find_min_row(rows: Selection) -> int:

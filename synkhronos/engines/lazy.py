@@ -307,7 +307,7 @@ class LazyEngine(Engine):
 
     def reduce_or_store_outputs(self, rank: Rank, outputs: RankOutputs) -> tuple[int, int, int]:
         """Store the outputs until they are read.  Return the arguments of `ResultTable.add_call`."""
-        outputs = outputs.freeze(rank)
+        outputs = outputs.prepare_deferred_reduction(rank)
         stored = _get_stored_outputs(rank)
         assert rank.command_number not in stored, "two calls with outputs in one command"
         stored[rank.command_number] = self, outputs

@@ -81,7 +81,7 @@ class RankOutputs(NamedTuple):
         values = [_to_numpy(value) if op is None else value for value, op in zip(values, ops, strict=True)]
         return self._replace(values=values)
 
-    def freeze(self, rank: Rank) -> RankOutputs:
+    def prepare_deferred_reduction(self, rank: Rank) -> RankOutputs:
         """Return a copy that can be reduced after shared variables have changed.
 
         If the master has no rows, it computes the outputs of zero rows now.  An error of this computation is raised by

@@ -8,7 +8,7 @@ import numpy as np
 
 from synkhronos.checks import check_flag, suggest_keywords
 from synkhronos.devices import NUMPY, get_array_device
-from synkhronos.exchange_rules.rule import ExchangeRule, Exclude, Period, SharedArrays, check_fraction, check_momentum
+from synkhronos.exchange_rules.rule import ArraySpecs, ExchangeRule, Exclude, Period, check_fraction, check_momentum
 from synkhronos.exchange_rules.state import ExchangeState
 from synkhronos.programs import RankContext
 from synkhronos.variable_types import Array
@@ -20,7 +20,7 @@ CENTRE_LOCK = 0
 class CentreRule(ExchangeRule):
     """Base class of rules with a centre: in shared memory, with a counter of exchanges, if they are asynchronous."""
 
-    def describe_shared_arrays(self, n_ranks: int, size: int, dtype: np.dtype) -> SharedArrays:
+    def get_shared_array_specs(self, n_ranks: int, size: int, dtype: np.dtype) -> ArraySpecs:
         """Return the shape and dtype of the centre, and of "sequence", the number of exchanges so far."""
         return {"centre": ((size,), dtype), "sequence": ((1,), np.int64)} if self.asynchronous else {}
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.checks import check_at_least, suggest_keywords
-from synkhronos.exchange_rules.rule import ExchangeRule, Exclude, SharedArrays, check_fraction
+from synkhronos.exchange_rules.rule import ArraySpecs, ExchangeRule, Exclude, check_fraction
 from synkhronos.exchange_rules.state import ExchangeState
 from synkhronos.programs import RankContext
 from synkhronos.programs.rank_context import get_rank_lock
@@ -49,7 +49,7 @@ class GoSGD(ExchangeRule):
         self.probability = check_fraction(probability, "probability")
         self.seed = check_at_least(seed, "seed", 0)
 
-    def describe_shared_arrays(self, n_ranks: int, size: int, dtype: np.dtype) -> SharedArrays:
+    def get_shared_array_specs(self, n_ranks: int, size: int, dtype: np.dtype) -> ArraySpecs:
         return {"mail": ((n_ranks, size), dtype), "weights": ((n_ranks,), np.float64)}
 
     def setup(self, context: RankContext, state: ExchangeState) -> None:

@@ -17,7 +17,7 @@ from synkhronos.programs import RankContext
 from synkhronos.variable_types import Array, SharedVariable
 
 #: Shapes and dtypes of a rule's arrays in shared memory, by name.
-SharedArrays = dict[str, tuple[tuple[int, ...], Any]]
+ArraySpecs = dict[str, tuple[tuple[int, ...], Any]]
 #: Number of steps between two exchanges, or a function of the number of steps so far that returns it.
 Period = int | Callable[[int], int]
 #: Predicate of a parameter: whether ranks do not exchange it.
@@ -84,7 +84,7 @@ class ExchangeRule:
 
     # -- methods for subclasses to override ------------------------------------------------------------------
 
-    def describe_shared_arrays(self, n_ranks: int, size: int, dtype: np.dtype) -> SharedArrays:
+    def get_shared_array_specs(self, n_ranks: int, size: int, dtype: np.dtype) -> ArraySpecs:
         """Return the shapes and dtypes of the rule's arrays in shared memory, by name.
 
         The arrays are initially zero.  A rank reads and writes them in ``shared`` of its `ExchangeState`, under a
@@ -170,12 +170,12 @@ def _scale_parameters(state: ExchangeState, vector: Array, relative_weight: floa
 
 
 def allocate_shared_arrays(rule: ExchangeRule, n_ranks: int, size: int, dtype: np.dtype) -> dict[str, Data]:
-    """Allocate the arrays of `ExchangeRule.describe_shared_arrays`, as zeros, for a program of `synkhronos.run`.
+    """Allocate the arrays of `ExchangeRule.get_shared_array_specs`, as zeros, for a program of `synkhronos.run`.
 
     The program passes them on as the argument ``shared`` of `ExchangeState`.  ``size`` and ``dtype`` are those of the
     parameters together.
     """
-    layout = rule.describe_shared_arrays(n_ranks, size, dtype)
+    layout = rule.get_shared_array_specs(n_ranks, size, dtype)
     return {name: create_unpublished(shape, item_dtype) for name, (shape, item_dtype) in layout.items()}
 
 

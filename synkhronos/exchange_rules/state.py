@@ -149,7 +149,7 @@ class ExchangeState:
     own : dict
         Arrays and numbers that the rule stores on this rank, and checkpoints save.  The key ``"batches"`` is reserved.
     shared : dict of str to ndarray
-        Arrays of `ExchangeRule.describe_shared_arrays`, in shared memory.
+        Arrays of `ExchangeRule.get_shared_array_specs`, in shared memory.
     shared_rows : dict of str to LocalRows
         The arrays of ``shared``, as arguments of the methods of `synkhronos.programs.RankContext.lock`.
     """

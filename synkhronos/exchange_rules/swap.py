@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.checks import check_at_least, check_flag, suggest_keywords
-from synkhronos.exchange_rules.rule import ExchangeRule, Exclude, Period, SharedArrays
+from synkhronos.exchange_rules.rule import ArraySpecs, ExchangeRule, Exclude, Period
 from synkhronos.exchange_rules.state import ExchangeState
 from synkhronos.programs import RankContext
 from synkhronos.programs.rank_context import get_rank_lock
@@ -42,7 +42,7 @@ class Swap(ExchangeRule):
         super().__init__(period, exclude)
         self.replace, self.seed = check_flag(replace, "replace"), check_at_least(seed, "seed", 0)
 
-    def describe_shared_arrays(self, n_ranks: int, size: int, dtype: np.dtype) -> SharedArrays:
+    def get_shared_array_specs(self, n_ranks: int, size: int, dtype: np.dtype) -> ArraySpecs:
         return {"all": ((n_ranks, size), dtype)}
 
     def exchange(self, context: RankContext, state: ExchangeState) -> int:

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 from synkhronos import ranks
-from synkhronos.data_objects.rows import get_share_bounds
+from synkhronos.data_objects.rows import get_share_slice
 from synkhronos.devices import NUMPY, get_rank_device
 from synkhronos.extensions.row_slices import create_slice_queue
 from synkhronos.ranks import Session, WorkerError
@@ -78,7 +78,7 @@ def start_chain_ranks(max_ranks: int | None = None) -> bool:
     if inherited is None or chain is None or not can_fork_computation(inherited):
         return False
     number, n_concurrent_chains = chain
-    share = get_share_bounds(len(inherited.rank.local_ranks), n_concurrent_chains, number % n_concurrent_chains)
+    share = get_share_slice(len(inherited.rank.local_ranks), n_concurrent_chains, number % n_concurrent_chains)
     size = max(1, share.stop - share.start)
     create_slice_queue()  # before the fork: the ranks inherit it
     fork(min(size, max_ranks or size), use_gpu=False, timeout=inherited.timeout, hosts=[])

@@ -19,7 +19,7 @@ from synkhronos.checks import describe
 from synkhronos.collectives.calls import scatter
 from synkhronos.data_objects import Data
 from synkhronos.data_objects.array import ReadOnlyData
-from synkhronos.data_objects.rows import get_share_bounds
+from synkhronos.data_objects.rows import get_share_slice
 from synkhronos.devices import NUMPY, Device
 from synkhronos.extensions.row_slices import compute_queued_slice_bounds, compute_slice_bounds_by_rank
 from synkhronos.graph_libraries import get_library
@@ -148,7 +148,7 @@ class LoadInheritedRows(Command):
         """Put views of this rank's rows into the variables' containers, or copies where rows are not contiguous."""
         for key, values in zip(self.keys, self.distributed_sum.rows.inherited_rows, strict=True):
             shared = rank.get_object(key)
-            rows = values[get_share_bounds(len(values), rank.size, rank.number)]
+            rows = values[get_share_slice(len(values), rank.size, rank.number)]
             get_library(shared).store_value(shared, np.ascontiguousarray(rows))
 
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synkhronos.data_objects.data_access import copy_to_shared, get_array_location
-from synkhronos.data_objects.rows import get_share_bounds
+from synkhronos.data_objects.rows import get_share_slice
 from synkhronos.engines.outputs import RankOutputs
 from synkhronos.functions.call import Call
 from synkhronos.functions.dispatcher import Dispatcher
@@ -58,10 +58,10 @@ def compute_slice_bounds_by_rank(n_rows: int, nbytes: int, n_ranks: int) -> list
     slices_per_rank = max(1, nbytes // (n_ranks * _MAX_SLICE_NBYTES))
     starts = []
     for rank in range(min(n_ranks, n_rows)):
-        share = get_share_bounds(n_rows, n_ranks, rank)
+        share = get_share_slice(n_rows, n_ranks, rank)
         size = share.stop - share.start
         n_slices = min(slices_per_rank, size)
-        starts += [share.start + get_share_bounds(size, n_slices, i).start for i in range(n_slices)]
+        starts += [share.start + get_share_slice(size, n_slices, i).start for i in range(n_slices)]
     return [*starts, n_rows]
 
 
@@ -150,7 +150,7 @@ class ComputeSlices(_ComputeSlicesFields, Command):
         storages = [get_storage(rank.get_object(key)) for key in self.row_keys]
         own_rows = [storage[0] for storage in storages]
         if self.distributed_sum is None:
-            share = get_share_bounds(bounds[-1], rank.size, rank.number)
+            share = get_share_slice(bounds[-1], rank.size, rank.number)
             rows, first_row = own_rows, share.start
             slice_numbers: Iterable[int] = range(bisect_left(bounds, share.start), bisect_left(bounds, share.stop))
         else:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.data_objects.rows import get_share_bounds, select_rows, split_selection
+from synkhronos.data_objects.rows import get_share_slice, select_rows, split_selection
 from synkhronos.devices import NUMPY, Selection
 from synkhronos.engines import Runner
 from synkhronos.engines.accumulator import Accumulator
@@ -41,7 +41,7 @@ class ScatteredInput(NamedTuple):
 
     def get_row_access(self, size: int, host_ranks: range) -> RowAccess:
         """Return the rows of the array that the consecutive ``host_ranks`` read.  There are ``size`` ranks."""
-        first, last = (get_share_bounds(self._n_rows, size, r) for r in (host_ranks[0], host_ranks[-1]))
+        first, last = (get_share_slice(self._n_rows, size, r) for r in (host_ranks[0], host_ranks[-1]))
         rows = self.rows
         share = rows[first.start : last.stop] if isinstance(rows, range) else rows.slice_items(first.start, last.stop)
         return RowAccess(self.array, share, self.first_row)
@@ -53,7 +53,7 @@ class ScatteredInput(NamedTuple):
     def select_share(self, rank: Rank) -> Selection:
         """Return the array's rows that this rank computes."""
         rows: Selection = self.rows if isinstance(self.rows, range) else self.rows.view(rank.segments)
-        share = rows[get_share_bounds(len(rows), rank.size, rank.number)]
+        share = rows[get_share_slice(len(rows), rank.size, rank.number)]
         if not self.first_row:
             return share
         if isinstance(share, range):
@@ -195,7 +195,7 @@ class RankCall:
             return []
         outputs, engine = self.get_outputs(), self.computation.engine
         if call.must_reduce_outputs:
-            outputs = outputs.freeze(rank)
+            outputs = outputs.prepare_deferred_reduction(rank)
             return outputs.with_values(engine.fetch_outputs(outputs.values)).reduce(rank)
         return engine.reduce_or_store_outputs(rank, outputs)
 

@@ -27,7 +27,7 @@ import cloudpickle
 import numpy as np
 
 from synkhronos.casts import as_numbers, check_cast
-from synkhronos.data_objects.rows import get_share_bounds
+from synkhronos.data_objects.rows import get_share_slice
 from synkhronos.loading.augment import make_row_generator
 from synkhronos.loading.ring import READ, SKIPPED, ReadPlan, Ring, RingLayout, iterate_units, order_rows
 from synkhronos.loading.sources import ArraySource, IterableSource, describe_row
@@ -217,7 +217,7 @@ class _LoaderProcess:
     def _write_share(self, start: int, row_status: np.ndarray, rows: Any, epoch: int, seed: int) -> None:
         """Write this process's share of the unit that begins at row ``start`` of the ring's arrays."""
         layout, config = self.ring.layout, self.config
-        share = get_share_bounds(layout.unit_rows, layout.n_loaders, self.number)
+        share = get_share_slice(layout.unit_rows, layout.n_loaders, self.number)
         share = slice(min(share.start, len(rows)), min(share.stop, len(rows)))
         if config.augment is None and isinstance(config.source, ArraySource):
             values = config.source.read_rows(rows[share])

@@ -19,11 +19,11 @@ from synkhronos.platoon.channel.controller_process import ExperimentHosts, start
 from synkhronos.ranks.errors import describe_exit
 
 #: Exit status if the controller or a worker failed.
-PROCESS_FAILED = 1
+EXIT_PROCESS_FAILED = 1
 #: Exit status for wrong arguments.
-WRONG_ARGUMENTS = 2
+EXIT_WRONG_ARGUMENTS = 2
 #: Exit status if a process could not be started or was killed, or the experiment was interrupted.
-EXPERIMENT_ABORTED = 3
+EXIT_EXPERIMENT_ABORTED = 3
 #: Seconds that the controller has to end the workers after Ctrl-C.
 _GRACE_SECONDS = 10.0
 #: Maximal bytes of the controller's errors that are printed.
@@ -45,23 +45,23 @@ def main(arguments: Sequence[str]) -> int:
     name = options.experiment_name
     _print_line(f"### Launching experiment: {name}")
     if not Path(f"{name}_worker.py").is_file():
-        return _report_error(f"there is no {name}_worker.py in {os.getcwd()}", WRONG_ARGUMENTS)
+        return _fail(f"there is no {name}_worker.py in {os.getcwd()}", EXIT_WRONG_ARGUMENTS)
     hostname = socket.gethostname()
     hosts = options.hosts or ([] if options.devices else _read_hosts())
     if hosts and not is_this_machine(hosts[0]):
-        return _report_error(
-            f"hosts: the first has to be this machine, {hostname}, got {', '.join(hosts)}", WRONG_ARGUMENTS
+        return _fail(
+            f"hosts: the first has to be this machine, {hostname}, got {', '.join(hosts)}", EXIT_WRONG_ARGUMENTS
         )
     try:
         devices_by_host = _read_devices_by_host(hosts) if len(hosts) > 1 else None
     except ValueError as error:
-        return _report_error(str(error), WRONG_ARGUMENTS)
+        return _fail(str(error), EXIT_WRONG_ARGUMENTS)
     try:
-        logs = _make_logs_folder(name)
-        process = _start_controller(options, logs, devices_by_host)
+        folder = _make_log_folder(name)
+        process = _start_controller(options, folder, devices_by_host)
     except OSError as error:
-        return _report_error(str(error), EXPERIMENT_ABORTED)
-    _print_line(f"### Logs folder: {logs}\n### Waiting for the experiment to finish ...")
+        return _fail(str(error), EXIT_EXPERIMENT_ABORTED)
+    _print_line(f"### Logs folder: {folder}\n### Waiting for the experiment to finish ...")
     try:
         status = process.wait()
     except KeyboardInterrupt:
@@ -70,22 +70,23 @@ def main(arguments: Sequence[str]) -> int:
             process.wait(_GRACE_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
-        return _report_error("interrupted", EXPERIMENT_ABORTED)
+        return _fail("interrupted", EXIT_EXPERIMENT_ABORTED)
     if status == 0:
         _print_line("SUCCESS! The experiment has finished.")
         return 0
-    errors = (logs / "controller_cpu.err").read_bytes()[-_MAX_PRINTED_NBYTES:].decode(errors="replace")
+    errors = (folder / "controller_cpu.err").read_bytes()[-_MAX_PRINTED_NBYTES:].decode(errors="replace")
     if status < 0:
-        return _report_error(f"{errors}the controller {describe_exit(status)}", EXPERIMENT_ABORTED)
-    return _report_error(f"{errors}the controller exited with status {status}; see {logs}", PROCESS_FAILED)
+        return _fail(f"{errors}the controller {describe_exit(status)}", EXIT_EXPERIMENT_ABORTED)
+    return _fail(f"{errors}the controller exited with status {status}; see {folder}", EXIT_PROCESS_FAILED)
 
 
 def _start_controller(
-    options: argparse.Namespace, logs: Path, devices_by_host: dict[str, list[str]] | None
+    options: argparse.Namespace, folder: Path, devices_by_host: dict[str, list[str]] | None
 ) -> subprocess.Popen[bytes]:
     """Start the controller of this host: the user's file, if it exists, or else the default one."""
     name, devices = options.experiment_name, options.devices or []
-    arguments = [name, str(logs), "--multi" if devices_by_host else "--single", *(["-D", *devices] if devices else [])]
+    arguments = [name, str(folder), "--multi" if devices_by_host else "--single"]
+    arguments += ["-D", *devices] if devices else []
     arguments += shlex.split(options.controller_args or "")
     if options.worker_args:
         arguments.append(f"-w={options.worker_args}")
@@ -94,12 +95,12 @@ def _start_controller(
     command = [str(controller_file), *arguments]
     controller_arguments = {
         "experiment_name": name,
-        "log_directory": str(logs),
+        "log_directory": str(folder),
         "devices": devices,
         "worker_args": options.worker_args or "",
     }
     hosts = None if devices_by_host is None else ExperimentHosts(devices_by_host, command)
-    return start_controller(command, str(logs / "controller_cpu"), controller_arguments, hosts)
+    return start_controller(command, str(folder / "controller_cpu"), controller_arguments, hosts)
 
 
 def _read_devices_by_host(hosts: Sequence[str]) -> dict[str, list[str]]:
@@ -148,7 +149,7 @@ def _make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _make_logs_folder(name: str) -> Path:
+def _make_log_folder(name: str) -> Path:
     """Create a folder for the logs of an experiment, named by the time, and by a number if that folder exists."""
     folder = base_folder = Path("PLATOON_LOGS", name, time.strftime("%Y-%m-%d_%H-%M-%S"))
     number = 0
@@ -161,9 +162,10 @@ def _make_logs_folder(name: str) -> Path:
             folder = base_folder.with_name(f"{base_folder.name}_{number}")
 
 
-def _report_error(text: str, status: int) -> int:
+def _fail(text: str, exit_status: int) -> int:
+    """Print an error, and return the exit status, for `main` to return."""
     sys.stderr.write(f"ERROR! {text}\n")
-    return status
+    return exit_status
 
 
 def _print_line(text: str) -> None:

@@ -28,7 +28,7 @@ import numpy as np
 from synkhronos.casts import as_numbers, check_dense
 from synkhronos.checks import check_index, check_integer
 from synkhronos.collectives.arguments import check_op_dtype, check_op_name
-from synkhronos.data_objects.rows import get_share_bounds
+from synkhronos.data_objects.rows import get_share_slice
 from synkhronos.devices import NUMPY, Device, find_device, get_array_device, get_rank_device
 from synkhronos.devices.reduce_op import REDUCE_OPS
 from synkhronos.devices.shared_memory_communicator import reduce_arrays
@@ -290,7 +290,7 @@ class RankContext:
         on the number of ranks.
         """
         order = np.random.default_rng((seed, epoch)).permutation(count)
-        return order[get_share_bounds(count, self.size, self.number)]
+        return order[get_share_slice(count, self.size, self.number)]
 
 
 class Group:

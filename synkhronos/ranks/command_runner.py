@@ -184,7 +184,7 @@ class CommandRunner(ABC):
         """Tell the workers to drop the objects that the master has released.  The lock has to be held."""
         self._finish_last_command()
         if self.memory.unsent_releases:
-            self.memory.synchronize()
+            self.memory.send_changes()
 
     def _finish_last_and_run(self, command: Command) -> Any:
         self._finish_last_command()

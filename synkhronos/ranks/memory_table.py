@@ -91,7 +91,7 @@ class MemoryTable:
             can_free = self.unsent_releases if isinstance(error, MemoryError) else error.errno == errno.EMFILE
             if not (can_free and may_run_command):
                 raise
-            self.synchronize()
+            self.send_changes()
             return create_unlinked_file(nbytes)
 
     def add_file(self, file: io.FileIO, nbytes: int, may_run_command: bool = True) -> Segment:
@@ -118,7 +118,7 @@ class MemoryTable:
             self.segments.add(segment)
             self._queue_segment(segment, file, self._channels)
         if self._has_many_unsent() and may_run_command:
-            self.synchronize()
+            self.send_changes()
         return segment
 
     def _has_many_unsent(self) -> bool:
@@ -168,7 +168,7 @@ class MemoryTable:
             self.release(*self.deleted_owners[0].key)
             del self.deleted_owners[0]
 
-    def synchronize(self) -> None:
+    def send_changes(self) -> None:
         """Send new segments to the workers, and make them drop released segments and objects, by a command."""
         release = Release(self.unsent_releases[:])
         self._run_command(release)
@@ -187,8 +187,8 @@ class MemoryTable:
         for segment, file in self.segments.reopen_files() if files is None else files:
             self._queue_segment(segment, file, receivers)
             if self._has_many_unsent():
-                self.synchronize()
-        self.synchronize()
+                self.send_changes()
+        self.send_changes()
 
     def connect_workers(self, channels: Mapping[int, socket], is_inherited: bool) -> None:
         """Use new workers' channels: they inherit all present segments and objects, or have none."""

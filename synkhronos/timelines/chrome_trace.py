@@ -28,11 +28,11 @@ class RankSpans:
     xla_operations: list[Operation]
 
 
-def write_trace(path: str, ranks: Sequence[RankSpans]) -> None:
+def write_trace(path: str, spans_by_rank: Sequence[RankSpans]) -> None:
     """Write a trace of all ranks to a file, which is compressed if its name ends in ``.gz``."""
     with _open(path, "wt") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-        for i, event in enumerate(_make_events(ranks)):
+        for i, event in enumerate(_make_events(spans_by_rank)):
             file.write((",\n" if i else "") + json.dumps(event))
         file.write("\n]}\n")
 
@@ -51,11 +51,13 @@ def _open(path: str, mode: str) -> IO[str]:
     return cast(IO[str], gzip.open(path, mode) if path.endswith(".gz") else open(path, mode))
 
 
-def _make_events(ranks: Sequence[RankSpans]) -> Iterator[dict[str, Any]]:
+def _make_events(spans_by_rank: Sequence[RankSpans]) -> Iterator[dict[str, Any]]:
     """Yield the events of all ranks: names of processes and threads, and a complete event for each span."""
-    starts = [start + rank_spans.clock_offset_ns for rank_spans in ranks for _, _, start, _, _ in rank_spans.spans]
+    starts = [
+        start + rank_spans.clock_offset_ns for rank_spans in spans_by_rank for _, _, start, _, _ in rank_spans.spans
+    ]
     origin = min(starts, default=0)
-    for rank_spans in ranks:
+    for rank_spans in spans_by_rank:
         pid, threads = rank_spans.rank, {rank_spans.main_thread: 0}  # type: int, dict[Any, int]
         name = f"rank {pid} on {rank_spans.host}"
         yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}

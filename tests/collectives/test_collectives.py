@@ -13,7 +13,7 @@ from library import tensor as T
 from messages import raises
 
 import synkhronos as synk
-from synkhronos.data_objects.rows import get_share_bounds
+from synkhronos.data_objects.rows import get_share_slice
 from synkhronos.ranks.control_memory import SCRATCH_NBYTES
 
 INTEGERS = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
@@ -357,7 +357,7 @@ def test_reduce_scatter_splits_the_all_reduce_result(n, draw):
     s = make_on_ranks(values)
     synk.reduce_scatter(s, op)
     whole = reduce_in_order(values, op)
-    assert_values(s, [whole[get_share_bounds(len(whole), n, r)] for r in range(n)])
+    assert_values(s, [whole[get_share_slice(len(whole), n, r)] for r in range(n)])
     synk.all_gather(s)
     assert_values(s, [whole] * n)
 
@@ -369,7 +369,7 @@ def test_reduce_scatter_of_several_chunks_equals_numpy(n, n_rows):
     set_values(s, values)
     synk.reduce_scatter(s, "sum")
     whole = reduce_in_order(values, "sum")
-    assert_values(s, [whole[get_share_bounds(n_rows, n, r)] for r in range(n)])
+    assert_values(s, [whole[get_share_slice(n_rows, n, r)] for r in range(n)])
 
 
 # -- reduce and all_reduce -----------------------------------------------------------------------------------

@@ -313,7 +313,7 @@ def test_platoon_controller_without_handle_control_refuses_requests(tmp_path):
 def test_platoon_launcher_separates_logs_of_simultaneous_experiments(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launcher.time, "strftime", lambda form: "now")
-    folders = [launcher._make_logs_folder("lstm").name for _ in range(3)]
+    folders = [launcher._make_log_folder("lstm").name for _ in range(3)]
     assert folders == ["now", "now_1", "now_2"]
     assert all((tmp_path / "PLATOON_LOGS" / "lstm" / folder).is_dir() for folder in folders)
 

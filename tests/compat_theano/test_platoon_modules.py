@@ -165,7 +165,7 @@ def test_launcher_refuses_a_first_host_that_is_not_this_machine(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x_worker.py").touch()
     monkeypatch.setenv("PLATOON_HOSTS", "lisa0")
-    assert launcher.main(["x"]) == launcher.WRONG_ARGUMENTS
+    assert launcher.main(["x"]) == launcher.EXIT_WRONG_ARGUMENTS
     assert f"the first has to be this machine, {socket.gethostname()}, got lisa0" in capsys.readouterr().err
 
 
@@ -178,7 +178,7 @@ def test_launcher_names_the_signal_that_killed_the_controller(tmp_path, monkeypa
         return SimpleNamespace(wait=lambda: -40)  # a real-time signal, which has no name
 
     monkeypatch.setattr(launcher, "_start_controller", start_controller)
-    assert launcher.main(["x", "-D", "cpu"]) == launcher.EXPERIMENT_ABORTED
+    assert launcher.main(["x", "-D", "cpu"]) == launcher.EXIT_EXPERIMENT_ABORTED
     assert "ERROR! the controller was killed by signal 40\n" in capsys.readouterr().err
 
 

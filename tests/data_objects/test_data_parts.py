@@ -14,7 +14,7 @@ from messages import raises
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.data_objects.parts import PartsData, iterate_shuffled_batches, redistribute_rows
-from synkhronos.data_objects.rows import get_share_bounds
+from synkhronos.data_objects.rows import get_share_slice
 
 pytestmark = [
     pytest.mark.skipif(bool(HOSTS), reason="has hosts of its own"),
@@ -60,7 +60,7 @@ def test_data_parts_holds_the_loaded_rows(fork, n):
             return make_rows(start, stop)
 
         parts, whole = synk.data_parts(load, length), make_rows(0, length)
-        share = get_share_bounds(length, n, 0)
+        share = get_share_slice(length, n, 0)
         assert requests == [(share.start, share.stop)]  # the other ranks have their own lists
         assert parts.shape == (length, 3) and parts.local_rows == range(length) and parts.dtype == float
         assert np.array_equal(parts, whole) and np.array_equal(parts[-1], whole[-1])
@@ -86,10 +86,10 @@ def test_data_parts_batches_are_local(counts, data):
     for batch in batches:
         for host_ranks in ranks_by_host:
             host_rows = range(
-                get_share_bounds(length, n, host_ranks[0]).start, get_share_bounds(length, n, host_ranks[-1]).stop
+                get_share_slice(length, n, host_ranks[0]).start, get_share_slice(length, n, host_ranks[-1]).stop
             )
             for r in host_ranks:
-                assert set(batch[get_share_bounds(size, n, r)].tolist()) <= set(host_rows)
+                assert set(batch[get_share_slice(size, n, r)].tolist()) <= set(host_rows)
     if len(counts) == 1:  # only the rows that leave ranks unequal are dropped
         assert len(batches) == length // size
     assert all(
@@ -115,7 +115,7 @@ def test_rows_are_redistributed_each_once_to_ranks_that_load_them(counts, batch_
         assert set(own.tolist()) <= set(loaded)
         assert own.tolist() == [row for row in rows[: len(order)] if row in set(own.tolist())]  # in the epoch's order
         for r in host_ranks:
-            assert set(range(length)[get_share_bounds(length, n, r)]) <= set(shares[r])
+            assert set(range(length)[get_share_slice(length, n, r)]) <= set(shares[r])
 
 
 def test_data_parts_is_read_only_and_can_be_freed(two_ranks_per_test):

@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from messages import raises
 
-from synkhronos.data_objects.rows import find_max_row, find_min_row, get_share_bounds, select_rows, split_selection
+from synkhronos.data_objects.rows import find_max_row, find_min_row, get_share_slice, select_rows, split_selection
 from synkhronos.devices import take_rows
 
 lengths = st.integers(0, 12)
@@ -119,7 +119,7 @@ def test_select_accepts_numpy_index_types():
 def test_share_equals_numpy_array_split(count, parts):
     expected = np.array_split(np.arange(count), parts)
     for part in range(parts):
-        assert np.arange(count)[get_share_bounds(count, parts, part)].tolist() == expected[part].tolist()
+        assert np.arange(count)[get_share_slice(count, parts, part)].tolist() == expected[part].tolist()
 
 
 @given(cases, st.integers(1, 5))

@@ -14,7 +14,7 @@ import pytensor.tensor as pt  # noqa: E402
 from library import HOSTS, XLA, function  # noqa: E402
 
 import synkhronos as synk  # noqa: E402
-from synkhronos.data_objects.rows import get_share_bounds  # noqa: E402
+from synkhronos.data_objects.rows import get_share_slice  # noqa: E402
 from synkhronos.extensions import row_slices  # noqa: E402
 from synkhronos.extensions.chains import run_forked, set_chain  # noqa: E402
 from synkhronos.extensions.rows_sum import sum_over_rows  # noqa: E402
@@ -37,7 +37,7 @@ def test_slices_divide_the_rows(compute_bounds, sizes):
 def test_slices_of_a_rank_are_its_share(sizes):
     n_rows, _, n_ranks = sizes
     bounds = row_slices.compute_slice_bounds_by_rank(*sizes)
-    assert {get_share_bounds(n_rows, n_ranks, rank).start for rank in range(n_ranks)} <= set(bounds)
+    assert {get_share_slice(n_rows, n_ranks, rank).start for rank in range(n_ranks)} <= set(bounds)
 
 
 @pytest.mark.parametrize("sizes", [*SIZES, (10**7, 4 * 10**10, 3)])

@@ -9,7 +9,7 @@ from library import shared, tensor
 from messages import raises
 
 import synkhronos as synk
-from synkhronos.data_objects.rows import get_share_bounds
+from synkhronos.data_objects.rows import get_share_slice
 from synkhronos.devices.reduce_op import REDUCE_OPS
 from synkhronos.engines.accumulator import Accumulator
 from synkhronos.functions.arguments import parse_op
@@ -77,7 +77,7 @@ def test_scalars_of_five_ranks_are_reduced_in_rank_order(fork, n_rows):
     ops = ["sum", "mean", "avg", "prod", "min", "max", "gather", None]
     f = synk.function([x], [(x.max(), op) for op in ops])
     rows = np.random.default_rng(0).normal(size=n_rows).astype("float32")
-    shares = [share for share in (rows[get_share_bounds(n_rows, 5, r)] for r in range(5)) if len(share)]
+    shares = [share for share in (rows[get_share_slice(n_rows, 5, r)] for r in range(5)) if len(share)]
     values, weights = [share.max() for share in shares], [len(share) for share in shares]
     for op, result in zip(ops[:-1], f(rows), strict=False):
         assert np.asarray(result).tobytes() == np.asarray(accumulate(op, values, weights)).tobytes()

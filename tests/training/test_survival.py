@@ -22,7 +22,7 @@ from synkhronos.training.loops.death_limit import MAX_DEATHS_SINCE_COPY
 from synkhronos.training.monitoring import recorder
 from synkhronos.training.trainer import death_recovery, trainer_report_loop
 from synkhronos.training.trainer.death_recovery import RecoveryPolicy
-from synkhronos.training.trainer.epoch_data import EpochData
+from synkhronos.training.trainer.epoch_data import TrainerData
 from synkhronos.training.updates import adam, momentum
 
 pytestmark = [
@@ -343,19 +343,20 @@ def test_rest_of_an_epoch_is_redistributed_and_no_other_training_resumes_in_it(m
     link = ranks.get_session()._group.link
     monkeypatch.setattr(link, "ranks_by_host", [range(1), range(1, 3)])
     parts = synk.data_parts(lambda start, stop: X[start:stop], ROWS)
-    data = EpochData([parts, synk.data(Y)], ROWS, 4, 0, None)
+    data = TrainerData([parts, synk.data(Y)], ROWS, 4, 0, None)
     data.allocate_row_order()
-    before = data.make_source(1, 0, True).wait_for_row_indexes(0, data.n_epoch_rows).copy()
-    assert data.round_up_to_step(12, 30) == 30 and data.order_key == (60, 0, [4, 1, 2])
+    before = data.prepare_row_source(1, 0, True).wait_for_row_indexes(0, data.n_epoch_rows).copy()
+    assert data.align_stop(12, 30) == 30 and data.order_key == (60, 0, [4, 1, 2])
     monkeypatch.setattr(link, "ranks_by_host", [range(2), range(2, 3)])  # as if rank 1 had moved to the first host
-    after = data.make_source(1, 12, True).wait_for_row_indexes(0, data.n_epoch_rows).copy()
+    after = data.prepare_row_source(1, 12, True).wait_for_row_indexes(0, data.n_epoch_rows).copy()
     assert before[:12].tolist() == after[:12].tolist() and sorted(before.tolist()) == sorted(after.tolist())
     assert before.tolist() != after.tolist()
     steps = after[12:].reshape(-1, 12)
     assert steps[:, :8].max() < steps[:, 8:].min()  # rows of the first host, and of the second
     np.testing.assert_array_equal(parts, X)  # loaded again
-    assert data.order_key == (60, 0, []) and data.round_up_to_step(12, 30) == 36 and data.round_up_to_step(12, 60) == 60
-    assert data.make_source(1, 24, True).wait_for_row_indexes(0, 60).tolist() == after.tolist()  # redistributed once
+    assert data.order_key == (60, 0, []) and data.align_stop(12, 30) == 36 and data.align_stop(12, 60) == 60
+    again = data.prepare_row_source(1, 24, True)  # redistributed once
+    assert again.wait_for_row_indexes(0, 60).tolist() == after.tolist()
 
 
 def test_host_gets_two_tries_and_the_ranks_of_a_lost_one_none(monkeypatch):

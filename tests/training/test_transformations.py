@@ -16,7 +16,7 @@ from reference_updates import Problem, X, Y
 import synkhronos as synk
 from synkhronos.graph_libraries import get_library
 from synkhronos.training import make_train_function, make_train_function_serial
-from synkhronos.training.train_function.training_graph import describe_update_rule
+from synkhronos.training.train_function.training_graph import summarize_update_rule
 from synkhronos.training.updates import (
     adam,
     adamw,
@@ -250,7 +250,7 @@ def test_norm_constraint_equals_lasagne(shape, norm_axes, axes):
 
 def test_checkpoint_names_chain_transformations():
     rule = chain(clip_by_global_norm(1), functools.partial(adam, beta1=0.8))
-    name, options = describe_update_rule(rule, {"learning_rate": 0.1})
+    name, options = summarize_update_rule(rule, {"learning_rate": 0.1})
     assert name == "chain(clip_by_global_norm(1.0), adam(beta1=0.8))"
     assert (options["beta1"], options["beta2"], options["learning_rate"]) == (0.8, 0.999, 0.1)
     assert "weight" in inspect.signature(rule).parameters

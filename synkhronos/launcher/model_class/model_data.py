@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.data_objects.rows import get_share_bounds
+from synkhronos.data_objects.rows import get_share_slice
 from synkhronos.launcher.model_class.model_interface import ModelInterfaceError, is_count, shorten_repr
 from synkhronos.loading import Loader
 
@@ -38,7 +38,7 @@ class ModelData:
         if isinstance(self.validation, Loader):
             self.n_batch_val = len(range(rank * batch_size, n_val, size * batch_size))
         else:
-            val_rows = get_share_bounds(n_val, size, rank)
+            val_rows = get_share_slice(n_val, size, rank)
             self._validation_share = [array[val_rows] for array in self.validation]
             self.n_batch_val = -(-len(range(n_val)[val_rows]) // batch_size)
         self._epoch = -1

@@ -37,7 +37,7 @@ from synkhronos.launcher.model_class.model_variables import group_variables, tra
 from synkhronos.launcher.rank_process.gradient_sum_rule import GradientSumRule
 from synkhronos.launcher.rank_process.model_epoch_loop import ModelEpochLoop
 from synkhronos.launcher.rank_process.model_state import ModelState
-from synkhronos.launcher.rank_process.remote_output import RemoteRecorder, start_output_forwarder
+from synkhronos.launcher.rank_process.remote_output import RemoteRecorder, redirect_output_to_supervisor
 from synkhronos.launcher.supervision.supervisor import MasterArguments
 from synkhronos.programs import LocalRows, RankContext
 from synkhronos.programs.rank_context import get_rank
@@ -82,7 +82,7 @@ def prepare_rank(context: RankContext, settings: Settings, arguments: MasterArgu
         cores = arguments.rank_cores[context.number] if arguments.rank_cores else None
         placement = f"on {settings.devices[context.number]}, {core_binding.describe_binding(cores)}"
     else:
-        RankModel.get_or_create(context).remote_recorder = start_output_forwarder(context.number)
+        RankModel.get_or_create(context).remote_recorder = redirect_output_to_supervisor(context.number)
         device = f"cuda{context.number - get_rank(context).local_ranks.start}" if settings.on_gpu else "cpu"
         placement = f"on {device} of host {platform.node()}, {core_binding.describe_binding(None)}"
     for stream in (sys.stdout, sys.stderr):  # the supervisor reads UTF-8, whatever the locale

@@ -36,8 +36,8 @@ for line in sys.stdin.buffer:
 """
 
 
-def start_output_forwarder(rank: int) -> RemoteRecorder:
-    """Forward this process's output to the supervisor.  Return a recorder that writes to the same pipe."""
+def redirect_output_to_supervisor(rank: int) -> RemoteRecorder:
+    """Redirect this process's output to the supervisor.  Return a recorder that writes to the same pipe."""
     stdout_fd = os.dup(1)
     command = [sys.executable, "-ISc", _FORWARDER_CODE, f"{FILE_NAME_MARK}rank-{rank}.log{FILE_NAME_MARK}"]
     reading, writing = os.pipe()

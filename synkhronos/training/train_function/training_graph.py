@@ -227,7 +227,7 @@ def replace_params(expressions: Sequence[Variable], params: Sequence[SharedVaria
     return list(library.clone(list(expressions), replacements))
 
 
-def describe_update_rule(update_rule: UpdateRule, update_rule_kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def summarize_update_rule(update_rule: UpdateRule, update_rule_kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the name of an update rule and all of its options with their defaults, which checkpoints compare."""
     parameters = inspect.signature(update_rule).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty and p.name != "weight"}

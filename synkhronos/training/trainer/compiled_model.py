@@ -15,8 +15,8 @@ from synkhronos.training.train_function.train_function import TrainFunction
 from synkhronos.training.train_function.training_graph import (
     TrainingGraph,
     build_local_updates,
-    describe_update_rule,
     replace_params,
+    summarize_update_rule,
 )
 from synkhronos.training.trainer.death_recovery import RecoveryPolicy
 from synkhronos.training.trainer.trainer_state import TrainerState
@@ -51,7 +51,7 @@ class CompiledModel:
             self.joint_step = TrainFunction(graph, exchange_rule.precision)
         else:
             self.local_step = _compile_local_step(graph)
-        update_rule, update_rule_options = describe_update_rule(graph.update_rule, graph.update_rule_kwargs)
+        update_rule, update_rule_options = summarize_update_rule(graph.update_rule, graph.update_rule_kwargs)
         if graph.options.ema is not None:
             update_rule_options["ema"] = graph.options.ema
         is_joint = self.joint_step is not None

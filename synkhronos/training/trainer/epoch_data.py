@@ -1,4 +1,4 @@
-"""Data of a trainer: the order of rows in each epoch, and the range of rows that ranks train on until a report."""
+"""Data of a trainer: the order of rows in each epoch, and the plan of a loop over a range of them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ _MAX_STEPS_PER_LAUNCH = 64
 
 
 @dataclass
-class SegmentPlan:
-    """Segment of an interval between two reports: a range of positions in the epoch's order of rows, and settings."""
+class BatchLoopPlan:
+    """Plan of one batch loop: a range of positions in the epoch's order of rows, and settings.
+
+    An interval between two reports has one such range, or several.
+    """
 
     #: Range of positions: ``start`` inclusive, ``stop`` exclusive.
     start: int
@@ -77,12 +80,12 @@ class OrderKey(NamedTuple):
 
     n_epoch_rows: int
     seed: int
-    #: Result of `EpochData.get_partition_key`.
+    #: Result of `TrainerData.get_partition_key`.
     partition_key: list[int] | None
 
 
 @dataclass
-class EpochData:
+class TrainerData:
     """Data of a trainer, and the order of their rows in each epoch."""
 
     arrays: list[Data]
@@ -124,8 +127,8 @@ class EpochData:
             self.row_order = make_data(shape=(self.n_epoch_rows,), dtype="int64")
         self._ordered_epoch = -1
 
-    def make_source(self, epoch: int, start: int, is_joint: bool) -> RowSource:
-        """Return the source of an epoch's rows from position ``start`` on, after a shuffle or a redistribution."""
+    def prepare_row_source(self, epoch: int, start: int, is_joint: bool) -> RowSource:
+        """Shuffle an epoch's rows or redistribute them, if needed.  Return their source from position ``start`` on."""
         if self.loader is not None:
             size = ranks.get_session().size
             rows_per_step, n_consumers = (self.batch_size * size, 1) if is_joint else (self.batch_size, size)
@@ -155,7 +158,7 @@ class EpochData:
         self.row_order[start : self.n_epoch_rows] = order
         self.current_ranks_by_host = ranks_by_host
 
-    def round_up_to_step(self, start: int, stop: int) -> int:
+    def align_stop(self, start: int, stop: int) -> int:
         """Return ``stop``, moved to the end of a step if rows were redistributed.  Steps begin at ``start``."""
         hosts = get_ranks_by_host_of_parts(self.arrays)
         if hosts is None or len(hosts) == 1 or hosts == self.ranks_by_host:

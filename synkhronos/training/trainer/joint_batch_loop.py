@@ -14,7 +14,7 @@ from synkhronos.training.loops.stop_signals import get_requested_stop
 from synkhronos.training.monitoring.meter import Meter, RankTotals
 from synkhronos.training.trainer.compiled_model import CompiledModel
 from synkhronos.training.trainer.death_recovery import DeathPolicy
-from synkhronos.training.trainer.epoch_data import RowSource, SegmentPlan
+from synkhronos.training.trainer.epoch_data import BatchLoopPlan, RowSource
 from synkhronos.training.trainer.trainer_batch_loop import BatchGroup, TrainerBatchLoop, make_loss_reader
 
 
@@ -25,7 +25,7 @@ class RowsMovedError(Exception):
 class JointBatchLoop(TrainerBatchLoop):
     """Loop of the master over batches of all ranks, whose steps are commands."""
 
-    def __init__(self, plan: SegmentPlan, source: RowSource, model: CompiledModel, death_policy: DeathPolicy):
+    def __init__(self, plan: BatchLoopPlan, source: RowSource, model: CompiledModel, death_policy: DeathPolicy):
         state, graph = model.state, model.graph
         read = make_loss_reader(list, plan.has_loss_weight)
         meter = Meter(0, plan.recorders, read, model.launch_shapes, state.position.steps)
@@ -84,12 +84,12 @@ class JointBatchLoop(TrainerBatchLoop):
 
 
 def take_joint_steps(
-    plan: SegmentPlan, source: RowSource, model: CompiledModel, death_policy: DeathPolicy
+    plan: BatchLoopPlan, source: RowSource, model: CompiledModel, death_policy: DeathPolicy
 ) -> tuple[int, RankTotals]:
-    """Train all ranks on the rows of a segment.  Return the position reached, and the totals."""
+    """Train all ranks on the rows of a plan.  Return the position reached, and the totals."""
     loop, state = JointBatchLoop(plan, source, model, death_policy), model.state
     try:
-        with contextlib.suppress(RowsMovedError):  # the next segment repeats the step
+        with contextlib.suppress(RowsMovedError):  # the next loop repeats the step
             loop.run()
     finally:
         state.rate = loop.rate

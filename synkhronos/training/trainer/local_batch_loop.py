@@ -18,7 +18,7 @@ from synkhronos.training.loops.batch_loop import PeriodicExchange
 from synkhronos.training.loops.stop_signals import StopAgreement, get_requested_stop
 from synkhronos.training.monitoring.meter import Meter, RankTotals
 from synkhronos.training.train_function.launch_groups import MAX_LAUNCH_NBYTES
-from synkhronos.training.trainer.epoch_data import RowSource, SegmentPlan
+from synkhronos.training.trainer.epoch_data import BatchLoopPlan, RowSource
 from synkhronos.training.trainer.trainer_batch_loop import BatchGroup, TrainerBatchLoop, make_loss_reader
 from synkhronos.variable_types import SharedVariable
 
@@ -35,7 +35,7 @@ class LocalBatchLoop(TrainerBatchLoop):
     def __init__(
         self,
         context: RankContext,
-        plan: SegmentPlan,
+        plan: BatchLoopPlan,
         step: LocalFunction,
         learning_rate: SharedVariable,
         spec: RankStateSpec,
@@ -164,14 +164,14 @@ class LocalBatchLoop(TrainerBatchLoop):
 
 def take_local_steps(
     context: RankContext,
-    plan: SegmentPlan,
+    plan: BatchLoopPlan,
     step: LocalFunction,
     learning_rate: SharedVariable,
     spec: RankStateSpec,
     source: RowSource,
     batch_counts: LocalRows,
 ) -> tuple[int, RankTotals]:
-    """Train this rank on its rows of a segment, then set the parameters to the exchange rule's consensus.
+    """Train this rank on its rows of a plan, then set the parameters to the exchange rule's consensus.
 
     Return the position reached, which is before ``plan.stop`` if a signal has stopped the ranks, and the rank's totals.
     """
@@ -186,7 +186,7 @@ def take_local_steps(
         or not exchange_rule.asynchronous
         and len(set(step_counts)) > 1
     ):
-        # All ranks make a new state at the first segment, or if an interrupt has stopped them at different steps.
+        # All ranks make a new state at the first loop, or if an interrupt has stopped them at different steps.
         state = spec.make_state()
         state.step = max([step for step, _ in present_counts], default=0)
         if present_counts:

@@ -34,7 +34,7 @@ from synkhronos.training.train_function.step_options import StepOptions
 from synkhronos.training.train_function.training_graph import DataArgument, TrainingGraph
 from synkhronos.training.trainer.compiled_model import CompiledModel
 from synkhronos.training.trainer.death_recovery import DeathPolicy
-from synkhronos.training.trainer.epoch_data import EpochData, check_enough_rows
+from synkhronos.training.trainer.epoch_data import TrainerData, check_enough_rows
 from synkhronos.training.trainer.trainer_report_loop import TrainerReportLoop
 from synkhronos.training.updates import nesterov_momentum
 from synkhronos.training.updates.arguments import find_library
@@ -207,7 +207,7 @@ class Trainer:
             death_policy = self._model.make_recovery_policy(max_deaths)
         loop = TrainerReportLoop(
             model=self._model,
-            data=EpochData(data, count, batch_size, seed, loader),
+            data=TrainerData(data, count, batch_size, seed, loader),
             n_epochs=epochs,
             steps_per_report=every,
             valid=valid_data,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from synkhronos.loading.loader import LoaderRows
 from synkhronos.training.loops.batch_loop import BatchLoop
 from synkhronos.training.monitoring.meter import LossReader, Meter
-from synkhronos.training.trainer.epoch_data import RowSource, SegmentPlan
+from synkhronos.training.trainer.epoch_data import BatchLoopPlan, RowSource
 
 
 class BatchGroup(NamedTuple):
@@ -32,7 +32,7 @@ class TrainerBatchLoop(BatchLoop):
 
     def __init__(
         self,
-        plan: SegmentPlan,
+        plan: BatchLoopPlan,
         source: RowSource,
         meter: Meter,
         rows_per_step: int,

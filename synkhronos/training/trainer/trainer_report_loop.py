@@ -42,9 +42,9 @@ from synkhronos.training.monitoring.validation_metrics import MetricTotals
 from synkhronos.training.trainer.compiled_model import CompiledModel
 from synkhronos.training.trainer.death_recovery import DeathPolicy
 from synkhronos.training.trainer.epoch_data import (
-    EpochData,
+    BatchLoopPlan,
     RowSource,
-    SegmentPlan,
+    TrainerData,
     check_enough_rows,
     get_ranks_by_host_of_parts,
 )
@@ -58,7 +58,7 @@ class TrainerReportLoop(ReportLoop):
     """Loop over the reports of one call of `Trainer.epochs`, in the master."""
 
     model: CompiledModel
-    data: EpochData
+    data: TrainerData
     n_epochs: int
     #: Number of steps per rank in an interval; None: an interval is an epoch.
     steps_per_report: int | None
@@ -149,10 +149,10 @@ class TrainerReportLoop(ReportLoop):
         self.interval_stop = self._find_interval_stop(position.interval_start)
         if self.interval_stop < position.epoch_position:  # resumed from a checkpoint of more ranks
             self.interval_stop = self._find_interval_stop(position.epoch_position)
-        # An interval has several segments if the state is copied within it, or a rank is left out.
+        # An interval has several batch loops if the state is copied within it, or a rank is left out.
         while position.epoch_position < self.interval_stop and not self.is_stop_requested():
             if self.model.joint_step is not None:
-                result = self._train_segment()
+                result = self._run_batch_loop()
             else:
                 result = self._train_until_copy()
             position.epoch_position, position.totals = result
@@ -165,7 +165,7 @@ class TrainerReportLoop(ReportLoop):
         was_rank_left_out = get_ranks_by_host_of_parts(data.arrays) != data.ranks_by_host
         if n_data_rows != data.n_data_rows or was_rank_left_out:
             check_enough_rows(n_data_rows, data.batch_size)
-            self.data = EpochData(data.arrays, n_data_rows, data.batch_size, data.seed, data.loader)
+            self.data = TrainerData(data.arrays, n_data_rows, data.batch_size, data.seed, data.loader)
             self.data.allocate_row_order()
         self.position.order_key = self.data.order_key
 
@@ -176,7 +176,7 @@ class TrainerReportLoop(ReportLoop):
         def attempt() -> tuple[int, list[RankTotals]]:
             if next(attempts):
                 self._remove_later_records(self.position.n_rows_seen)
-            return self._train_segment()
+            return self._run_batch_loop()
 
         return self.death_policy.run_update(attempt)
 
@@ -195,10 +195,10 @@ class TrainerReportLoop(ReportLoop):
             self.data.n_epoch_rows, start + self.steps_per_report * self.data.batch_size * ranks.get_session().size
         )
 
-    def _make_plan(self, stop: int) -> SegmentPlan:
-        """Make the plan of a segment from the present position to ``stop``."""
+    def _make_plan(self, stop: int) -> BatchLoopPlan:
+        """Make the plan of a batch loop from the present position to ``stop``."""
         model, data, position = self.model, self.data, self.position
-        return SegmentPlan(
+        return BatchLoopPlan(
             start=position.epoch_position,
             stop=stop,
             batch_size=data.batch_size,
@@ -216,18 +216,18 @@ class TrainerReportLoop(ReportLoop):
             has_loss_weight=model.graph.weight is not None,
         )
 
-    def _train_segment(self) -> tuple[int, list[RankTotals]]:
+    def _run_batch_loop(self) -> tuple[int, list[RankTotals]]:
         """Train until the next copy or report, or a signal.  Return the position reached, and the ranks' totals."""
         position, data, loader = self.position, self.data, self.data.loader
         is_joint = self.model.joint_step is not None
 
-        def make_source() -> RowSource:
-            return data.make_source(position.epoch, position.epoch_position, is_joint)
+        def prepare_row_source() -> RowSource:
+            return data.prepare_row_source(position.epoch, position.epoch_position, is_joint)
 
         try:
             # A loader frees memory on the ranks, and data_parts may be loaded again.
-            source = self.death_policy.run_idempotent(make_source) if is_joint else make_source()
-            self.interval_stop = data.round_up_to_step(position.epoch_position, self.interval_stop)
+            source = self.death_policy.run_idempotent(prepare_row_source) if is_joint else prepare_row_source()
+            self.interval_stop = data.align_stop(position.epoch_position, self.interval_stop)
             position.order_key = data.order_key
             plan = self._make_plan(min(self.interval_stop, position.epoch_position + self._count_rows_until_copy()))
             if is_joint:
@@ -249,7 +249,7 @@ class TrainerReportLoop(ReportLoop):
             raise
         return end, totals
 
-    def _run_local_loops(self, plan: SegmentPlan, source: RowSource) -> list[tuple[int, RankTotals]]:
+    def _run_local_loops(self, plan: BatchLoopPlan, source: RowSource) -> list[tuple[int, RankTotals]]:
         """Take local steps on every rank.  Return each rank's result."""
         model, length = self.model, ranks.get_session().size + 1
         if len(self.batch_counts) != length:  # a rank was left out

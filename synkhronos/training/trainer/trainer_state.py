@@ -27,7 +27,7 @@ from synkhronos.training.monitoring.best_cost import BestCost
 from synkhronos.training.monitoring.meter import RankTotals
 from synkhronos.training.schedules import Schedule
 from synkhronos.training.train_function.train_function import TrainFunction
-from synkhronos.training.trainer.epoch_data import EpochData, OrderKey
+from synkhronos.training.trainer.epoch_data import OrderKey, TrainerData
 
 
 @dataclass
@@ -57,7 +57,7 @@ class TrainerPosition:
 
 
 class TrainerState:
-    """State of a trainer on the ranks, and its checkpoints.  ``update_rule`` is the result of `describe_update_rule`.
+    """State of a trainer on the ranks, and its checkpoints.  ``update_rule`` is the result of `summarize_update_rule`.
 
     ``spec`` has the variables that each rank saves and restores: all ``variables`` without those of a sharded
     optimizer, which ``sharded_step`` has.  ``rate`` is the value of the learning rate's variable on all ranks; NaN
@@ -110,7 +110,7 @@ class TrainerState:
         if self._sharded_step is not None and vector is not None:
             self._sharded_step.set_state_vector(self.variables.optimizer_state, vector)
 
-    def save(self, checkpoints: CheckpointFolder, data: EpochData, schedule: Schedule) -> Path:
+    def save(self, checkpoints: CheckpointFolder, data: TrainerData, schedule: Schedule) -> Path:
         """Write a checkpoint of all ranks, with the metrics of a report directly before it.  Return its path."""
         position = self.position
         by_rank = run(rank_state.read_state, self.spec)
@@ -137,7 +137,7 @@ class TrainerState:
         }
         return checkpoints.save(position.n_rows_seen, arrays, meta, {} if position.totals else position.metrics)
 
-    def restore(self, path: str | os.PathLike[str], data: EpochData, schedule: Schedule) -> int:
+    def restore(self, path: str | os.PathLike[str], data: TrainerData, schedule: Schedule) -> int:
         """Restore all ranks and the position from a checkpoint.  Return the number of rows trained on so far."""
         meta = read_metadata(path)
         check_can_resume(path, meta, self._describe())

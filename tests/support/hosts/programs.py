@@ -26,7 +26,7 @@ from system import list_children
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.data_objects.data_access import create_unpublished
-from synkhronos.data_objects.rows import get_share_bounds
+from synkhronos.data_objects.rows import get_share_slice
 from synkhronos.hosts import mpirun
 from synkhronos.ranks.mailbox import Mailbox
 from synkhronos.training import make_train_function, make_train_function_serial, updates
@@ -295,7 +295,7 @@ def train_on_parts(counts: str) -> None:
         assert ranks.get_session().ranks_by_host == ranks_by_host
         host_rows = [
             range(length)[
-                get_share_bounds(length, n, host_ranks[0]).start : get_share_bounds(length, n, host_ranks[-1]).stop
+                get_share_slice(length, n, host_ranks[0]).start : get_share_slice(length, n, host_ranks[-1]).stop
             ]
             for host_ranks in ranks_by_host
         ]
