@@ -432,7 +432,7 @@ SECOND_LIBRARY_PROGRAMS = [
     "tests/hosts/test_hosts.py::test_hosts_compute_the_same_bits_as_one_host[train_network]",
     "tests/hosts/test_hosts_gpus.py::test_all_reduce_accepts_theano_gpu_arrays_on_hosts",
 ]
-#: Number of failures of a job up to which these tests are run a second time: more are no accident.
+#: Number of failures of a job up to which these tests are run a second time: more are not an accident.
 MAX_RETRIED_FAILURES = 5
 #: The longest jobs, by name, the longest first, so that no core is idle for long while the last ones run.  The third
 #: ends when PyMC's environment is installed.

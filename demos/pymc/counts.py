@@ -29,7 +29,7 @@ def build_model(rows: int) -> tuple[pm.Model, np.ndarray]:
     with pm.Model() as model:
         overall = pm.Normal("overall", 0, 2)
         spread = pm.HalfNormal("spread", 1)
-        # Priors are no rows: they stay in this process, with all else that does not grow with the data.
+        # Priors are not rows: they stay in this process, with all else that does not grow with the data.
         effects = pm.Normal("effects", overall, spread, shape=SHOPS)
         pm.Poisson("sold", hours * pm.math.exp(effects[shop]), observed=rng.poisson(hours * rates[shop]))
         pm.Normal("audit", overall, 0.5, observed=1.1)  # one number: it can't be split, and is left as it is

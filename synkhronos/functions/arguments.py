@@ -234,7 +234,7 @@ def _check_free_variables(library: GraphLibrary, specs: Any, outputs: Any, updat
             if variable.owner is not None:
                 stack.extend(variable.owner.inputs)
             elif not library.is_shared(variable) and not library.is_constant(variable):
-                raise ValueError(f"{name}: {describe(variable)} is no input, but {expression} is computed from it")
+                raise ValueError(f"{name}: {describe(variable)} is not an input, but {expression} is computed from it")
 
 
 def _parse_input(library: GraphLibrary, value: object, name: str, allow_downcast: bool | None) -> InputSpec:

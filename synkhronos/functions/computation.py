@@ -289,6 +289,6 @@ class Computation:
 
 
 def _choose_default_update_op(shared: SharedVariable) -> str | None:
-    """Return the op of a default update: "avg", or None for integers, whose average is no integer."""
+    """Return the op of a default update: "avg", or None for integers, whose average may not be an integer."""
     is_integer = getattr(shared.type, "dtype", "") and np.dtype(shared.type.dtype).kind in "biu"
     return None if is_integer else "avg"

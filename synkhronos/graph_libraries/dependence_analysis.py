@@ -100,7 +100,7 @@ class DependenceAnalysis:
         return denominators
 
     def _has_parameters(self, variable: Variable) -> bool:
-        """Whether a variable depends on shared variables that are no sources."""
+        """Whether a variable depends on shared variables that are not sources."""
         return any(id(shared) not in self._sources for shared in self._library.find_shareds([variable]))
 
 

@@ -1,6 +1,6 @@
 """Ranks on other machines.
 
-The ranks of a machine, a *host*, share memory.  Each host has one more process, its *agent*, which is no rank.  Only
+The ranks of a machine, a *host*, share memory.  Each host has one more process, its *agent*, which is not a rank.  Only
 agents use MPI.  Ranks write words into the control memory of their own host, and the agents of the other hosts mirror
 these words into theirs.  A rank thus always waits for words in its own host's memory, and the layers above need no code
 for hosts::

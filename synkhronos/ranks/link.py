@@ -28,7 +28,7 @@ class Link:
     ranks_by_host : list of range
         Ranks of each host; this host is the first.
     needs_control_file : bool
-        Whether the control memory has to be a file, because a process that is no fork of this one maps it.
+        Whether the control memory has to be a file, because a process that is not a fork of this one maps it.
     link_nbytes, max_plan_nbytes : int
         Number of bytes reserved for the link in the control memory, and for the plan of a command's transfers in the
         mailbox.

@@ -191,7 +191,7 @@ class Session(CommandRunner):
             self.close_reason = "the ranks were closed: call synkhronos.fork() first"
             self.rank.pending_operations.close()
 
-            # The first worker's exit raises SIGURG, which is no reason to hurry the others.
+            # The first worker's exit raises SIGURG, which is not a reason to hurry the others.
             def should_kill() -> bool:
                 return signals.has_deferred(excluded=signal.SIGURG)
 

@@ -52,7 +52,7 @@ def as_schedule(value: Schedule | float) -> Schedule:
 
 
 def compute_rate(schedule: Schedule, epoch: float) -> float:
-    """Return a schedule's learning rate at an epoch.  Raise TypeError or ValueError if it is no finite number."""
+    """Return a schedule's learning rate at an epoch.  Raise TypeError or ValueError if it is not a finite number."""
     rate = schedule(epoch)
     if not is_number(rate) or not math.isfinite(rate):
         error_type = ValueError if is_number(rate) else TypeError

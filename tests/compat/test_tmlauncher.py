@@ -155,7 +155,7 @@ def test_session_file_precedes_options(tmp_path, monkeypatch, capsys):
         raise ValueError("a fault of the run")
 
     monkeypatch.setattr(tmlauncher, "run_training", fail)
-    with pytest.raises(ValueError, match="a fault of the run"):  # is no wrong setting
+    with pytest.raises(ValueError, match="a fault of the run"):  # not a wrong setting
         tmlauncher.main([f"-cfg={session}"])
 
 

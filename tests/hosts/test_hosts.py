@@ -85,7 +85,7 @@ def test_programs_of_ranks_communicate_between_hosts():
 
 
 @pytest.mark.hosts
-@pytest.mark.skipif(not are_simulated(), reason="fake hosts are no processes")
+@pytest.mark.skipif(not are_simulated(), reason="fake hosts are not processes")
 def test_simulated_hosts_end_with_a_killed_parent(tmp_path):
     command = [sys.executable, host_programs.SIMULATED, "--hosts", "a", "--", "sh", "-c", "echo ready; sleep 1000"]
     code = "import subprocess, sys; subprocess.run(sys.argv[1:])"

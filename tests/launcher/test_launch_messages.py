@@ -381,7 +381,7 @@ def test_command_line_order_does_not_matter():
 
 @pytest.mark.parametrize(("name", "key"), [("session.toml", "rule"), ("session.cfg", "RULE")])
 def test_session_files_are_utf_8_in_any_locale(tmp_path, name, key):
-    """A byte order mark, as editors on Windows write it, is no part of the first name."""
+    """A byte order mark, as editors on Windows write it, is not part of the first name."""
     (tmp_path / name).write_text(f'{key}="\u00fc"\r\n', "utf-8-sig")
     before = locale.setlocale(locale.LC_CTYPE)
     locale.setlocale(locale.LC_CTYPE, "C")

@@ -417,7 +417,7 @@ def split_source(path):
 
 
 def find_unknown_names(prose, words):
-    """Return the names in single backticks that have a part which is no word of the code."""
+    """Return the names in single backticks that have a part which is not a word of the code."""
     names = re.findall(r"(?<![`:\w])`([A-Za-z_][\w.]*)`(?!`)", prose)
     return {name for name in names if not set(name.split(".")) <= words}
 

@@ -45,7 +45,7 @@ def draw_batch(draw, length):
         return batch, batch
     if kind == "mask":
         mask = draw(st.lists(st.booleans(), min_size=length, max_size=length))
-        # An empty list is no mask; an empty array of bool is one.
+        # An empty list is not a mask; an empty array of bool is one.
         return mask if mask and draw(st.booleans()) else np.array(mask, bool), np.array(mask, bool)
     batch = draw(draw_indexes(length))
     return batch, np.array(batch, np.int64)

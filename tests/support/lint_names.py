@@ -132,7 +132,7 @@ def find_unknown_parameters(function: ast.FunctionDef) -> Iterator[str]:
 
 
 def find_clauses_in_sections(docstring: str) -> Iterator[str]:
-    """Yield the first lines of descriptions of parameters, attributes and results that are no noun phrases."""
+    """Yield the first lines of descriptions of parameters, attributes and results that are not noun phrases."""
     for section in SECTIONS.findall(docstring):
         yield from filter(CLAUSE_IN_SECTION.match, DESCRIBED.findall(section))
 

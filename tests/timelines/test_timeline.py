@@ -127,7 +127,7 @@ def test_close_writes_the_timeline(step, tmp_path):
     call_and_all_reduce(step, 1)
     synk.close()
     assert json.loads(path.read_text())["traceEvents"]
-    timeline.stop()  # too late, which is no error
+    timeline.stop()  # too late, which is not an error
 
 
 def test_timeline_keeps_the_newest_spans(step, tmp_path):

@@ -32,7 +32,7 @@ class JaxprEvaluator:
     Attributes
     ----------
     parts : list of jaxpr variables
-        Arrays whose concatenation along the last axis is this result; the result itself if it is no concatenation.
+        Arrays whose concatenation along the last axis is this result; the result itself if it is not a concatenation.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ def data_parallel(model: Any, ranks: str | None = None, chains: int | None = Non
     Raises
     ------
     TypeError
-        If `model` is no model of PyMC, or another argument has a wrong type.
+        If `model` is not a model of PyMC, or another argument has a wrong type.
     ValueError
         If nothing can be split, with the reason for each observed variable; or if another argument is wrong.
     RuntimeError

@@ -214,7 +214,7 @@ def _make_evaluator(model: pm.Model) -> Callable[[], Any]:
 def _make_distributed_logp(model: pm.Model, variable: Variable) -> Any:
     """Return the log-density of an observed variable or a potential as an expression that the ranks compute.
 
-    Raise NotRowwiseError if it is no sum over rows.
+    Raise NotRowwiseError if it is not a sum over rows.
     """
     try:
         (terms,) = model.logp([variable], sum=False)

@@ -41,7 +41,7 @@ def read_session_file(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def check_setting_names(settings: Mapping[str, Any], source: str) -> None:
-    """Raise SettingsError for a name that is no setting.  ``source`` is the source of the names."""
+    """Raise SettingsError for a name that is not a setting.  ``source`` is the source of the names."""
     for key in settings:
         if key not in SETTING_KEYS:
             raise SettingsError(

@@ -69,7 +69,7 @@ def parse_exchange_option(key: str, value: str) -> dict[str, Any]:
 def parse_session(text: str) -> dict[str, str | list[str]]:
     r"""Return the assignments of a session file: a string per key, or a list for an array.
 
-    Raise ValueError if a line is no assignment; the message begins with its number.
+    Raise ValueError if a line is not an assignment; the message begins with its number.
 
     Examples
     --------

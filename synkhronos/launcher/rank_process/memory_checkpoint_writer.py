@@ -11,7 +11,7 @@ from synkhronos.training.loops.batch_loop import adapt_interval_steps
 
 #: Approximate number of seconds between two memory checkpoints.
 _INTERVAL_SECONDS = 1.0
-#: Minimum of the number of seconds between two memory checkpoints, in units of the time to write one.
+#: Minimum ratio of the interval between memory checkpoints to the time to write one.
 _MIN_INTERVAL_RATIO = 10.0
 
 

@@ -36,7 +36,7 @@ class Controller:
     Parameters
     ----------
     control_port : int
-        Passed to the workers if it is not the default.  It is no network port: the launcher connects the workers.
+        Passed to the workers if it is not the default.  It is not a network port: the launcher connects the workers.
     data_port : int, optional
         Name of the queue of mini-batches, for `send_mb` in this process; see `init_data`.
     data_hwm : int

@@ -26,7 +26,7 @@ class DeathLimit:
             self._n_failed_starts = 0
         self._last_rank = rank
         self.n_deaths += 1
-        if not is_second_try:  # a second try of a device is no fault of the steps
+        if not is_second_try:  # a second try of a device is not a fault of the steps
             self._n_deaths_since_copy += 1
         if self.n_deaths > self.max_deaths:
             return f"on_death='continue': {self.n_deaths} deaths exceed max_deaths={self.max_deaths}"

@@ -9,7 +9,7 @@ need not wait for each other::
         reports.jsonl     a line per report, written by the master
 
 A process may be killed in the middle of a line.  For this reason, each line is appended by one write to a file opened
-for it.  A writer ends an incomplete line before its own, and readers skip lines that are no JSON.
+for it.  A writer ends an incomplete line before its own, and readers skip lines that are not JSON.
 """
 
 from __future__ import annotations

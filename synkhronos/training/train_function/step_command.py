@@ -42,7 +42,7 @@ class _StepCommandFields(NamedTuple):
     update_call: Call
     #: Dtype in which a fused launch sends the gradients; None for their own.
     wire_dtype: str | None
-    #: Number of items at the vector's end that are no gradients; they are sent in their own dtype.
+    #: Number of items at the vector's end that are not gradients; they are sent in their own dtype.
     n_tail_items: int = 1
     #: Number of steps in one launch.  The rows of each rank are ordered by steps.
     n_steps: int = 1

@@ -156,7 +156,7 @@ def _is_session_closed() -> bool:
 
 
 def fork_with_fault(how: str, spawn: bool = False, interruptible: bool = False) -> None:
-    """Fork, with a fault in the master, in worker 2, or in a child that is no worker yet."""
+    """Fork, with a fault in the master, in worker 2, or in a child that is not a worker yet."""
     if interruptible:
         signal.signal(signal.SIGINT, interrupt_the_library)
     if how == "limit":

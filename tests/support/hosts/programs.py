@@ -489,7 +489,7 @@ def train_by_trainer() -> None:
 
 
 def train_with_options() -> None:
-    """Train with a sharded optimizer and other options, on rows that are no multiple of the ranks; print digests."""
+    """Train with a sharded optimizer and other options, on rows that are not a multiple of the ranks; print digests."""
     import tempfile
 
     from trainer_model import Model, X, Y
