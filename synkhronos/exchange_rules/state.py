@@ -19,8 +19,8 @@ from synkhronos.variable_types import Array, SharedVariable
 
 #: Size of a block in bytes; a few blocks fit into the processor's caches.
 BLOCK_NBYTES = 1 << 18
-#: Key of `ExchangeState.own` that belongs to no rule: the trainer counts there the batches since the last exchange, by which
-#: running averages are weighted.  A fraction is the part of a batch whose rows this rank has.
+#: Key of `ExchangeState.own` that belongs to no rule: the trainer counts there the batches since the last exchange.
+#: These weight running averages.  A fraction is the part of a batch whose rows this rank has.
 BATCHES_KEY = "batches"
 
 

@@ -63,8 +63,8 @@ _NESTED_CALL = (
 class CommandRunner(ABC):
     """Posts commands, runs them on all ranks, one at a time, and raises their errors.
 
-    `Session` derives from this class, and starts, watches and ends the ranks.  The runner is no component of the
-    session, as each calls the other: a death in a command closes the session.
+    `Session` derives from this class, and starts, watches and ends the ranks.  The runner is not a component of
+    the session, as each calls the other: a death in a command closes the session.
 
     A call that uses the ranks holds the session's lock, so that calls of threads and signal handlers can't mix::
 

@@ -34,8 +34,8 @@ class JumpStreams(Command):
 def reserve_streams(session: Session, shared: SharedVariable) -> int:
     """Reserve one stream of a random generator for each worker.  Return their offset, as in `JumpStreams`.
 
-    For a shared variable that is not a random generator, return 0 and reserve nothing.  Raise TypeError or ValueError for
-    a generator that can't jump.
+    For a shared variable that is not a random generator, return 0 and reserve nothing.  Raise TypeError or ValueError
+    for a generator that can't jump.
     """
     library = get_library(shared)
     if not library.is_generator(shared):

@@ -69,7 +69,7 @@ class CriticalPathStep(NamedTuple):
 
 
 def read_timelines(path: str) -> dict[int, RankTimeline]:
-    """Return the timelines of a trace, by rank; raise ValueError if the file is not a trace of `synkhronos.timeline`."""
+    """Return the timelines of a trace, by rank; raise ValueError unless `synkhronos.timeline` wrote the file."""
     spans: dict[int, list[Activity]] = defaultdict(list)
     timelines: dict[int, RankTimeline] = defaultdict(RankTimeline)
     for event in read_trace(path):

@@ -60,6 +60,11 @@ def test_lint_names_accepts_a_clean_file():
         ("the weight in", "this class' weight in", ("clumsy phrase", 6, "\"class' \"; better: 's, as in the class's")),
         ("the weight in", "the weight as of `_send` in", ("clumsy phrase", 6, "'as of `'; better: as in `X`")),
         ("the weight in", "the gradient by", ("clumsy phrase", 6, "'Return the gradient by'; better: with respect to")),
+        (
+            "the weight in",
+            "a value that is no weight in",
+            ("clumsy phrase", 6, "'is no weight'; better: is not a, or are not"),
+        ),
         ("the weight in", "the weight of a training in", ("clumsy phrase", 6, "'a training'; better: a training run")),
         ("def weigh", "def of", ("bare name", 5, "of")),
         ("def weigh", "def in_bytes", ("bare name", 5, "in_bytes")),

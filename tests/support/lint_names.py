@@ -57,6 +57,7 @@ CLUMSY = [
             "a training run",
         ),
         (r"\btrainings\b", "training runs"),
+        (r"(?<!here )\b(?:is|are) no[\s#]+(?!longer|more|faster|slower|one\b)[a-z]+", "is not a, or are not"),
         (
             r"\b(?:un)?(?:initiali|synchroni|normali|optimi|summari|recogni|standardi)s(?:e|ing|ation)",
             "a z, as in NumPy",

@@ -144,7 +144,7 @@ class Executable(Runner):
         """Fuse this executable, an exchange and other executables into one launch that computes ``n_repeats`` times.
 
         The same arguments return the same object.  Return None in three cases: values of inputs determine lengths of
-        arrays, this executable does not update the reduced variable, or ``n_repeats > 1`` and an output is not a scalar.
+        arrays, this executable does not update the reduced variable, or ``n_repeats > 1`` and an output not a scalar.
         """
         key = spec and spec.key, *others, n_repeats
         fused = self._fused_executables.pop(key, None)
