@@ -35,7 +35,6 @@ class OutputSpec(NamedTuple):
 
     #: Keys of `REDUCE_OPS`; None for an output that is not reduced.
     ops: list[str | None]
-    has_reductions: bool
     #: Dtype of each output, None for one that is not reduced, if all reduced outputs are scalars and fit into one
     #: record.  None if the outputs are reduced as arrays.
     scalar_dtypes: tuple[np.dtype | None, ...] | None
@@ -46,22 +45,21 @@ class OutputSpec(NamedTuple):
 
         If each rank computes its rows in slices, a scalar that is gathered over slices becomes a vector.
         """
-        has_reductions = any(op is not None for op in ops)
         if len(types) > _MAX_SCALARS or is_sliced and any(op == "gather" for op in ops):
-            return cls(ops, has_reductions, None)
+            return cls(ops, None)
         # An output that is not reduced may be of any type.
         reduced = [None if op is None else output_type for output_type, op in zip(types, ops, strict=True)]
         if any(output_type is not None and output_type.ndim for output_type in reduced):
-            return cls(ops, has_reductions, None)
+            return cls(ops, None)
         dtypes = [None if output_type is None else np.dtype(output_type.dtype) for output_type in reduced]
-        return cls(ops, has_reductions, tuple(dtypes))
+        return cls(ops, tuple(dtypes))
 
     def repeat(self, n_repeats: int) -> OutputSpec:
         """Return the specification of a launch that computes each output ``n_repeats`` times in a row."""
         dtypes = (
             None if self.scalar_dtypes is None else tuple([d for d in self.scalar_dtypes for _ in range(n_repeats)])
         )
-        return OutputSpec([op for op in self.ops for _ in range(n_repeats)], self.has_reductions, dtypes)
+        return OutputSpec([op for op in self.ops for _ in range(n_repeats)], dtypes)
 
 
 class RankOutputs(NamedTuple):
@@ -102,8 +100,8 @@ class RankOutputs(NamedTuple):
 
     def reduce(self, rank: Rank) -> Any:
         """Reduce the outputs over all ranks.  Return one value for each output in the master."""
-        if not self.spec.has_reductions:
-            return self.values or [None] * len(self.spec.ops)
+        if not self.spec.ops:
+            return []
         return _reduce_arrays(rank, self) if self.spec.scalar_dtypes is None else _reduce_scalars(rank, [self])[0]
 
     @staticmethod

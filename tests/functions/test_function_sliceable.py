@@ -144,6 +144,15 @@ def test_batch_s_selects_rows_of_each_rank(fork, n):
     check()
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_own_value_of_the_master_without_rows_on_any_rank_is_that_of_zero_rows(fork, n):
+    fork(n)
+    s = shared(np.arange(4.0), "s")
+    f = synk.function([], [(s.sum(), None), (2 * s, None)], sliceable_shareds=[s])
+    total, double = f(batch_s=slice(0, 0))
+    assert total == 0 and np.shape(double) == (0,)
+
+
 def test_rank_without_batch_s_rows_contributes_nothing(fork):
     fork(3)
     s = shared(np.arange(4.0), "s")
