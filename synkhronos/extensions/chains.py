@@ -8,12 +8,16 @@ at a time.  Rows are not copied, since the ranks of a chain inherit the arrays. 
 from __future__ import annotations
 
 import multiprocessing
+import os
+import pickle
 import re
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Generator, Iterator
 from multiprocessing import current_process
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import Finalize
 from time import perf_counter
 from types import FrameType
@@ -63,7 +67,7 @@ def find_chain() -> tuple[int, int] | None:
     return None
 
 
-def can_fork_computation(session: Session) -> bool:
+def can_compute_in_forks(session: Session) -> bool:
     """Whether forked processes can compute or start ranks while a session runs: not if its ranks use GPUs."""
     return get_rank_device(session.rank) is NUMPY
 
@@ -75,7 +79,7 @@ def start_chain_ranks(max_ranks: int | None = None) -> bool:
     end with this process.
     """
     inherited, chain = ranks.get_inherited_session(), find_chain()
-    if inherited is None or chain is None or not can_fork_computation(inherited):
+    if inherited is None or chain is None or not can_compute_in_forks(inherited):
         return False
     number, n_concurrent_chains = chain
     share = get_share_slice(len(inherited.rank.local_ranks), n_concurrent_chains, number % n_concurrent_chains)
@@ -133,19 +137,18 @@ def run_forked(compute: Callable[[int], Iterator[Any]], n_processes: int) -> Gen
                 assert isinstance(pipe, Connection)
                 process = running[pipe]
                 try:
-                    result = pipe.recv()
+                    kind, content = pipe.recv()
                 except EOFError:
                     process.join()
-                    raise WorkerError(
-                        f"a process that was started for this call {describe_exit(process.exitcode)}",
-                        list(processes).index(pipe),
-                    ) from None
-                if isinstance(result, Exception):
-                    raise result
-                if result is None:
+                    exit_description = describe_exit(process.exitcode)
+                    message = f"process {process.pid}, which was started for this call, {exit_description}"
+                    raise WorkerError(message, 0) from None  # the process was forked by rank 0
+                if kind == "error":
+                    raise content
+                if kind == "end":
                     del running[pipe]
                 else:
-                    yield result
+                    yield content
     finally:
         for pipe, process in processes.items():
             process.terminate()
@@ -154,11 +157,25 @@ def run_forked(compute: Callable[[int], Iterator[Any]], n_processes: int) -> Gen
 
 
 def _send_results(compute: Callable[[int], Iterator[Any]], number: int, pipe: Connection) -> None:
-    """Send the objects that `compute` yields, then None, or send an error."""
+    """Send messages of a kind and a content: each "result" that `compute` yields, then the "end" or an "error"."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the master, which ends this process
     try:
         for result in compute(number):
-            pipe.send(result)
-        pipe.send(None)
+            pipe.send(("result", result))
+        pipe.send(("end", None))
     except Exception as error:
-        pipe.send(error)
+        pipe.send(("error", to_picklable(error)))
+
+
+def to_picklable(error: Exception) -> Exception:
+    """Return a copy of an error for another process, with the traceback as a note.
+
+    Return a RuntimeError that names the error if its pickle can't be loaded.
+    """
+    note = "".join(traceback.format_exception(error))
+    try:
+        copy: Exception = pickle.loads(ForkingPickler.dumps(error))
+    except Exception:
+        copy = RuntimeError(repr(error))
+    copy.add_note(f"In process {os.getpid()}:\n{note}")
+    return copy

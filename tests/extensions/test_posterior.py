@@ -255,7 +255,7 @@ def test_posterior_failure_ends_all_processes(event):
 
     error, message = {
         "error": (ZeroDivisionError, "division"),
-        "exit": (synk.WorkerError, "a process that was started for this call was killed by SIGKILL"),
+        "exit": (synk.WorkerError, "process .*, which was started for this call, was killed by SIGKILL"),
         "interrupt": (KeyboardInterrupt, None),
     }[event]
     pids = []
@@ -272,7 +272,7 @@ def test_error_names_a_process_that_exits_after_another_has_finished():
     pid_reader, pid_writer = os.pipe()
 
     def write(number):
-        yield number
+        yield number, os.getpid()
         if number == 0:
             os.write(pid_writer, str(os.getpid()).encode())
             return
@@ -281,7 +281,38 @@ def test_error_names_a_process_that_exits_after_another_has_finished():
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
 
+    pids = {}
     with pytest.raises(synk.WorkerError) as caught:
-        list(run_forked(write, 2))
+        for number, pid in run_forked(write, 2):
+            pids[number] = pid
     os.close(pid_reader), os.close(pid_writer)
-    assert caught.value.rank == 1
+    assert str(caught.value).startswith(f"process {pids[1]}, ") and caught.value.rank == 0
+
+
+class ErrorOfTwoArguments(Exception):
+    """Can be pickled, but not unpickled: pickle calls the class with the message alone."""
+
+    def __init__(self, name, value):
+        super().__init__(f"{name}={value}")
+
+
+@pytest.mark.parametrize(
+    ("raised", "received"),
+    [
+        (ErrorOfTwoArguments("a", 1), (RuntimeError, "ErrorOfTwoArguments('a=1')")),
+        (ValueError("wrong"), (ValueError, "wrong")),
+    ],
+    ids=["unpicklable", "picklable"],
+)
+def test_error_of_a_process_has_its_traceback(raised, received):
+    def fail_in_process(_):
+        yield None
+        raise raised
+
+    results = run_forked(fail_in_process, 1)
+    assert next(results) is None  # a result, and not the end
+    with pytest.raises(received[0]) as caught:
+        next(results)
+    assert str(caught.value) == received[1]
+    (note,) = caught.value.__notes__
+    assert "in fail_in_process" in note

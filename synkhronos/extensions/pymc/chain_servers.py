@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import multiprocessing
-import pickle
 import queue
 import signal
 from collections.abc import Sequence
@@ -112,16 +111,8 @@ def _run_server(pipe: Connection, inherited_pipes: list[Connection], number: int
         try:
             results: Any = distributed_sum.evaluate(params, with_gradients)
         except Exception as error:
-            results = _to_picklable(error)
+            results = chains.to_picklable(error)
         pipe.send(results)
-
-
-def _to_picklable(error: Exception) -> Exception:
-    """Return the error, or a RuntimeError that names it if it can't be sent to another process."""
-    try:
-        return pickle.loads(ForkingPickler.dumps(error))
-    except Exception:
-        return RuntimeError(repr(error))
 
 
 def patch_external_sampler() -> None:
@@ -139,7 +130,7 @@ def patch_external_sampler() -> None:
             return original(*args, **kwargs)
         cores = (kwargs.get("nuts_sampler_kwargs") or {}).get("cores") or kwargs.get("cores") or count_available_cores()
         n_servers = min(kwargs["chains"], cores)
-        if n_servers < 2 or not chains.can_fork_computation(ranks.get_session()):
+        if n_servers < 2 or not chains.can_compute_in_forks(ranks.get_session()):
             return original(*args, **kwargs)
         with contextlib.closing(ChainServers(n_servers)) as servers:
             for distributed_sum in sums:

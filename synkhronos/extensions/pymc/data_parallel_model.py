@@ -33,7 +33,7 @@ from pytensor.tensor.elemwise import Elemwise
 from pytensor.tensor.math import Sum
 
 from synkhronos import ranks
-from synkhronos.extensions.chains import can_fork_computation, find_chain, measure_evaluation_rate
+from synkhronos.extensions.chains import can_compute_in_forks, find_chain, measure_evaluation_rate
 from synkhronos.extensions.pymc import chain_servers
 from synkhronos.extensions.pymc.logistic import simplify_logistic
 from synkhronos.extensions.pymc.row_restrictor import NotRowwiseError, RowRestrictor, make_rowwise
@@ -138,7 +138,7 @@ class DataParallelModel(pm.Model):
         result is logged.
         """
         session = ranks.get_session()
-        if chains == 1 or not can_fork_computation(session):
+        if chains == 1 or not can_compute_in_forks(session):
             # The master samples one chain at a time, on all ranks.
             chains, rank_counts = 1, [session.size]
         else:

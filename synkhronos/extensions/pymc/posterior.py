@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synkhronos import ranks
-from synkhronos.extensions.chains import can_fork_computation, run_forked
+from synkhronos.extensions.chains import can_compute_in_forks, run_forked
 from synkhronos.patching import replace_attribute
 
 __all__ = ["compute_log_likelihood", "sample_posterior_predictive"]
@@ -316,7 +316,7 @@ def _count_processes(function: Any) -> int:
 
     session = ranks.get_session()
     is_xla = isinstance(function.maker.linker, JAXLinker)  # its threads do not outlive a fork
-    return 1 if is_xla or not can_fork_computation(session) else len(session.rank.local_ranks)
+    return 1 if is_xla or not can_compute_in_forks(session) else len(session.rank.local_ranks)
 
 
 def _compute_draws(
