@@ -236,7 +236,7 @@ class Data:
         with self._session.call_lock:
             self._session.wait_until_idle()
             self._release()
-            self._session.finish_releases()
+            self._session.send_releases()
         if memory is not None and memory() is not None:
             gc.collect()  # compilers leave reference cycles that refer to inputs
 

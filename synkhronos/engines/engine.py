@@ -35,12 +35,12 @@ class Runner:
         Number of computations in one launch.  The inputs are split into ``n_repeats`` equal parts, one for each
         computation.  The list of outputs has ``n_repeats`` values of the first output, then ``n_repeats`` values of the
         second, and so on.
-    numpy_inputs : frozenset of int
-        Positions of inputs that are passed as NumPy arrays, whatever the engine's device is.
+    host_input_positions : frozenset of int
+        Positions of inputs that are passed in host memory, as NumPy arrays, whatever the engine's device is.
     """
 
     n_repeats = 1
-    numpy_inputs: frozenset[int] = frozenset()
+    host_input_positions: frozenset[int] = frozenset()
 
     def __init__(self, function: Callable[..., Any]):
         self._function = function

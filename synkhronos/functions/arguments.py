@@ -73,10 +73,10 @@ def build_computation(
         n_scattered=len(scattered),
         outputs=raw_outputs,
         output_ops=ops,
-        output_modes=raw_ops,
+        given_output_ops=raw_ops,
         updates=pairs,
         update_ops=update_ops,
-        update_modes=[op for _, _, op in raw_updates],
+        given_update_ops=[op for _, _, op in raw_updates],
         givens=substitutions,
         sliceable_shareds=sliceable,
         kwargs=kwargs,
@@ -192,14 +192,14 @@ def _find_library(**arguments: list[Any]) -> GraphLibrary:
         for value in values:
             variable = getattr(value, "variable", value)  # of an In or an Out
             try:
-                own_library = get_library(variable)
+                library_of_variable = get_library(variable)
             except TypeError as error:
                 raise TypeError(f"{name}: {error}") from None
-            if library is not None and own_library is not library:
+            if library is not None and library_of_variable is not library:
                 raise TypeError(
-                    f"{name}: {variable!r} is {own_library.name}'s, but other arguments are {library.name}'s"
+                    f"{name}: {variable!r} is {library_of_variable.name}'s, but other arguments are {library.name}'s"
                 )
-            library = own_library
+            library = library_of_variable
     if library is None:
         loaded = list_loaded_libraries()
         if len(loaded) != 1:

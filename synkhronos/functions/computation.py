@@ -81,12 +81,13 @@ class Computation:
     #: Variables, or instances of the library's ``Out``.
     outputs: list[Any]
     output_ops: list[str | None]
-    #: The ops as the user wrote them, some with the prefix ``c_``.
-    output_modes: list[str | None]
+    #: The ops of the outputs as the user gave them, some with the prefix ``c_``.
+    given_output_ops: list[str | None]
     #: Pairs of a shared variable and its new value.
     updates: list[tuple[Any, Any]]
     update_ops: list[str | None]
-    update_modes: list[str | None]
+    #: The ops of the updates as the user gave them.
+    given_update_ops: list[str | None]
     #: Substitutions in the graph.
     givens: list[tuple[Any, Any]]
     #: Shared variables whose rows ``batch_s`` selects and ``num_slices`` divides.
@@ -163,9 +164,9 @@ class Computation:
 
     def choose_input_devices(self, runner: Runner) -> list[Device]:
         """Return the device of each input's value for a runner, which may take some inputs in host memory."""
-        if not runner.numpy_inputs:
+        if not runner.host_input_positions:
             return self.input_devices
-        return [NUMPY if i in runner.numpy_inputs else device for i, device in enumerate(self.input_devices)]
+        return [NUMPY if i in runner.host_input_positions else device for i, device in enumerate(self.input_devices)]
 
     def check_kwargs_picklable(self) -> None:
         """Raise TypeError if a keyword argument can't be pickled."""

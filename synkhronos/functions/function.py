@@ -41,13 +41,19 @@ class Function:
 
     @property
     def output_modes(self) -> list[str | None]:
-        """Reduction op of each output, None for the master's own value."""
-        return list(self._computation.output_modes)
+        """Reduction op of each output as it was given, None for the master's own value.
+
+        The name is that of Synkhronos 1.0.
+        """
+        return list(self._computation.given_output_ops)
 
     @property
     def update_modes(self) -> list[str | None]:
-        """Op of each update, by which `num_slices` accumulates its values."""
-        return list(self._computation.update_modes)
+        """Op of each update as it was given, by which `num_slices` accumulates its values.
+
+        The name is that of Synkhronos 1.0.
+        """
+        return list(self._computation.given_update_ops)
 
     def __repr__(self) -> str:
         names = ", ".join(spec.name or "_" for spec in self._computation.inputs)

@@ -198,7 +198,7 @@ class Ring:
                 self._fence()
                 if is_ready():
                     return
-                if not self._semaphores[self.index].acquire_or_signal(poll_seconds) or time.perf_counter() > next_poll:
+                if not self._semaphores[self.index].wait_for_wakeup(poll_seconds) or time.perf_counter() > next_poll:
                     on_poll()
                     next_poll = time.perf_counter() + poll_seconds
         finally:

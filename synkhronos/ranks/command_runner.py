@@ -177,10 +177,10 @@ class CommandRunner(ABC):
 
         Raise WorkerError if a worker raised an exception or died, or raise the exception of the master's own part.
         """
-        self.finish_releases()
+        self.send_releases()
         return self.run_without_releases(command)
 
-    def finish_releases(self) -> None:
+    def send_releases(self) -> None:
         """Tell the workers to drop the objects that the master has released.  The lock has to be held."""
         self._finish_last_command()
         if self.memory.unsent_releases:

@@ -252,7 +252,7 @@ class ControlMemory:
                 self.fence()
                 if is_ready():
                     return
-                is_woken = semaphore.acquire_or_signal(poll_seconds)
+                is_woken = semaphore.wait_for_wakeup(poll_seconds)
                 if not is_woken or perf_counter() > next_check:  # signals wake, too, and may be frequent
                     check_peers()
                     next_check = perf_counter() + poll_seconds
@@ -322,6 +322,6 @@ class Semaphore:
         deadline.ns = int((until - seconds_part) * 1e9)
         return not _sem_wait(self._semaphore, _CLOCK, self._until)
 
-    def acquire_or_signal(self, timeout: float) -> bool:
+    def wait_for_wakeup(self, timeout: float) -> bool:
         """Decrement the semaphore unless a signal arrives first.  Return False after ``timeout`` seconds."""
         return self.acquire(timeout) or ctypes.get_errno() != errno.ETIMEDOUT

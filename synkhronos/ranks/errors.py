@@ -159,7 +159,7 @@ class ReconnectError(RuntimeError):
 
 
 class Cancelled(Exception):
-    """Ends this rank's part of a command after another rank has failed.  The library catches it."""
+    """Ends this rank's part of a command after another rank has failed.  Synkhronos catches it."""
 
 
 def describe_effect(

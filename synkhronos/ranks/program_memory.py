@@ -31,7 +31,7 @@ class ProgramWords(NamedTuple, Generic[T]):
 
     Attributes
     ----------
-    conditions, channels_or_locks, counts : memoryview of uint64
+    conditions, channels_or_locks, awaited_counts : memoryview of uint64
         For each rank: the condition of its wait, the number of the channel or lock, and the count that ends the wait.
     n_changes : memoryview of uint64
         Number of times that each rank has begun or ended a wait.
@@ -46,7 +46,7 @@ class ProgramWords(NamedTuple, Generic[T]):
 
     conditions: T
     channels_or_locks: T
-    counts: T
+    awaited_counts: T
     n_changes: T
     owners: T
     acquisitions: T

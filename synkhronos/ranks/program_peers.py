@@ -74,9 +74,10 @@ ByteRange = tuple[int, int, int]
 
 @singledispatch
 def find_byte_range(rows: Any) -> ByteRange:
-    """Return the bytes of contiguous rows in shared memory.  Each class of rows registers an implementation.
+    """Return the location of the bytes of contiguous rows in shared memory.
 
-    Raise ValueError if the rows are not contiguous, or belong to a file.
+    Each class of rows registers an implementation.  Raise ValueError if the rows are not contiguous, or belong to a
+    file.
     """
     raise TypeError(f"rows: expected rows of a Data object, got {type(rows).__name__}")
 
@@ -143,9 +144,9 @@ class ProgramPeers:
         me, sent = self.rank.number, self._words.sent
         channel = me * self.layout.n_ranks + dest
         end = sent[channel] + WORD_NBYTES + len(chunk)
-        n_to_receive = end - self.layout.channel_nbytes
+        min_received = end - self.layout.channel_nbytes
         wait_description = f"until rank {dest} receives {content_name}"
-        self._wait_for_count(WaitCondition.RECEIVED, channel, n_to_receive, wait_description)
+        self._wait_for_count(WaitCondition.RECEIVED, channel, min_received, wait_description)
         ring = self.layout.view_channel(self._segment, me, dest)
         write_ring(ring, sent[channel], len(chunk).to_bytes(WORD_NBYTES, "little"))
         write_ring(ring, sent[channel] + WORD_NBYTES, chunk)
@@ -278,7 +279,7 @@ class ProgramPeers:
         The numbers of changes are read last: if two readings are equal, the waits held at the time in between.
         """
         words = self._words
-        arrays = words.conditions, words.channels_or_locks, words.counts, words.n_changes
+        arrays = words.conditions, words.channels_or_locks, words.awaited_counts, words.n_changes
         return list(zip(*[array.tolist() for array in arrays], strict=True))
 
     def _is_condition_met(self, condition: int, channel_or_lock: int, count: int) -> bool:
@@ -312,7 +313,7 @@ class _PublishedWait:
         words, me = self._peers._words, self._peers.rank.number
         write_with_length(self._peers._wait_descriptions[me], self._description)
         words.channels_or_locks[me] = self._channel_or_lock
-        words.counts[me] = self._count
+        words.awaited_counts[me] = self._count
         words.n_changes[me] += 1
         words.conditions[me] = self._condition
 

@@ -726,7 +726,7 @@ def test_pages_are_unlocked_before_they_are_unmapped(staging, two_ranks_per_test
         assert staging.pin_segment(rank, key) == staging.pin_segment(rank, key)
     assert len(staging.driver.locked) == len(rank.segments.before_unmap_callbacks) + 2 == 3
     del arrays[1]
-    ranks.get_session().finish_releases()
+    ranks.get_session().send_releases()
     assert len(staging.driver.locked) == len(staging._pinned_segments) == 2
     synk.close()
     assert not staging.driver.locked and not staging._pinned_segments

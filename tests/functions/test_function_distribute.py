@@ -115,7 +115,7 @@ def test_workers_drop_collected_functions(two_ranks_per_test):
     before = ranks.get_session().run(CountFunctions())
     del f
     gc.collect()
-    ranks.get_session().finish_releases()
+    ranks.get_session().send_releases()
     after = ranks.get_session().run(CountFunctions())
     assert all(a == b - 1 for a, b in zip(after, before, strict=True))
 

@@ -64,12 +64,12 @@ def make_mnist_options(model):
 
 
 def compute_whole_rows(batch):
-    """Where the rows that each rank takes of its own part are in the whole data."""
+    """Return indexes into the whole data, from the ranks' indexes into their parts."""
     return np.concatenate([batch[0], batch[1] - (-N_IMAGES // 2)])
 
 
-def make_mnist_pair(make_trainer, options):
-    """A network for two ranks, its copy for one process, and a check that training has changed it."""
+def make_mnist_trainers(make_trainer, options):
+    """Return two networks of equal parameters, the first one's trainer for two ranks, the other's for one process."""
     networks = [build_mnist(options.model, options.seed, options.dropout) for _ in range(2)]
     assert_close(get_values(networks[0].params), get_values(networks[1].params), tolerance=0)
     parts = digits.load_digits(options)
@@ -90,7 +90,7 @@ def make_gpu_data_trainer(network, parts, options):
 @pytest.mark.parametrize("make_trainer", [make_cpu_data_trainer, make_gpu_data_trainer])
 def test_mnist_models_on_two_ranks_equal_one_process(two_ranks, make_trainer, model):
     options = make_mnist_options(model)
-    networks, together, alone = make_mnist_pair(make_trainer, options)
+    networks, together, alone = make_mnist_trainers(make_trainer, options)
     start = get_values(networks[0].params)
     batches = together.make_batches(np.random.default_rng(3))
     assert len(batches) == 2 and together.count_rows(batches[1]) == [3, 2]
@@ -191,7 +191,7 @@ def test_rank_without_rows_contributes_nothing(two_ranks):
     # Five images in steps of two: rank 0 has three, and rank 1 sits out the last step.
     options = digits.parse_options(make_parser(digits), ["custom_mlp:0", "--no-dropout", "--synthetic", "5"])
     options.batch_size = 2
-    networks, together, alone = make_mnist_pair(make_gpu_data_trainer, options)
+    networks, together, alone = make_mnist_trainers(make_gpu_data_trainer, options)
     batches = together.make_batches(np.random.default_rng(3))
     assert [together.count_rows(batch) for batch in batches] == [[1, 1], [1, 1], [1, 0]]
     for batch in batches:
@@ -232,7 +232,7 @@ class RecordingTrainer:
         ([10], 20, [[10]], 10),
     ],
 )
-def test_epoch_runs_steps_in_one_launch(sizes, at_once, calls, counted):
+def test_fit_passes_several_batches_at_once_and_counts_images(sizes, at_once, calls, counted):
     trainer = RecordingTrainer(sizes)
     options = argparse.Namespace(epochs=2, steps=None, at_once=at_once, seed=1, quiet=True)
     began = perf_counter()

@@ -13,7 +13,7 @@ import pytest
 from launch_runs import ENVIRONMENT, read_json_lines, run, train
 from paths import ROOT, SUPPORT
 
-from synkhronos.launcher.configuration.model_file import find_module
+from synkhronos.launcher.configuration.model_file import locate_model_class
 from synkhronos.launcher.model_class.model_interface import import_model_class
 
 
@@ -193,7 +193,7 @@ def test_session_class_imports_neighbouring_modules(tmp_path, monkeypatch):
     (tmp_path / "nets").mkdir()
     (tmp_path / "nets" / "their_parts.py").write_text("rate = 3\n")
     (tmp_path / "nets" / "their_net.py").write_text("from their_parts import rate\nclass Net:\n    rate = rate\n")
-    root, module = find_module("nets/their_net.py", "Net", [str(tmp_path)])
+    root, module = locate_model_class("nets/their_net.py", "Net", [str(tmp_path)])
     assert module == "nets.their_net" and import_model_class(root, module, "Net").rate == 3
 
 

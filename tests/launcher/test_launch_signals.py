@@ -18,7 +18,7 @@ from system import list_children, wait_until_ended
 
 from synkhronos.launcher.configuration.settings import Settings
 from synkhronos.launcher.supervision import supervisor
-from synkhronos.launcher.supervision.supervisor import COMPLETE_EXIT_CODE
+from synkhronos.launcher.supervision.master_arguments import COMPLETE_EXIT_CODE
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])

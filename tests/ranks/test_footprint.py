@@ -69,7 +69,7 @@ def test_ranks_keep_the_memory_of_freed_arrays(fork):
 def collect_garbage():
     """Collect garbage on all ranks; return each rank's numbers of objects and segments."""
     gc.collect()
-    ranks.get_session().finish_releases()
+    ranks.get_session().send_releases()
     return ranks.get_session().run(CountObjects())
 
 

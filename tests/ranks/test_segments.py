@@ -75,7 +75,7 @@ def test_segments_are_released_on_all_ranks(session):
     before = session.run(CountSegments())
     for _ in range(300):
         session.memory.release("segment", session.memory.create_segment(100).key)
-    session.finish_releases()
+    session.send_releases()
     assert session.run(CountSegments()) == before
 
 

@@ -23,7 +23,7 @@ def test_wait_ignores_wall_clock_changes(monkeypatch):
     monkeypatch.setattr(time, "time", lambda: 0.0)
     began = time.monotonic()
     with time_limit():
-        assert not semaphore.acquire_or_signal(0.1)
+        assert not semaphore.wait_for_wakeup(0.1)
     assert time.monotonic() - began >= 0.1
 
 

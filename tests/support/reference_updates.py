@@ -135,4 +135,4 @@ _CASES = [
     (adagrad_with_nesterov_momentum, {"learning_rate": 0.1, "momentum": 0.8}),
 ]
 #: Name of a rule, its options, and the expected parameters after each step.
-COLUMNS = [(rule.__name__, options, list(take_steps(rule, **options))) for rule, options in _CASES]
+REFERENCE_RUNS = [(rule.__name__, options, list(take_steps(rule, **options))) for rule, options in _CASES]

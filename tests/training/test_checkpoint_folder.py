@@ -16,7 +16,7 @@ import pytest
 from system import wait_until
 
 from synkhronos.training import CheckpointError, CheckpointFolder
-from synkhronos.training.checkpoints.checkpoint_folder import read_metadata
+from synkhronos.training.checkpoints.checkpoint_folder import read_meta
 
 FILES = ["state.safetensors", "meta.json", "SHA256SUMS"]
 ARRAYS = {"w": np.arange(1000.0), "n": np.array(3), "t": np.arange(6, dtype="float32").reshape(2, 3).T}
@@ -222,11 +222,11 @@ def test_checkpoint_load_refuses_earlier_versions(tmp_path):
     (path / "meta.json").write_text(json.dumps({"format": 1}))
     (path / "SHA256SUMS").unlink()
     with pytest.raises(CheckpointError, match="it has no SHA256SUMS if an earlier version wrote it"):
-        read_metadata(path)
+        read_meta(path)
     (path / "meta.json").write_text(json.dumps({"format": 3, "meta": {}, "metrics": {}}))
     write_right_digests(path)
     with pytest.raises(CheckpointError, match="has format 3: this version reads format 2"):
-        read_metadata(path)
+        read_meta(path)
 
 
 SMALL = {"w": np.linspace(1, 2, 40), "n": np.array([3], "int8")}

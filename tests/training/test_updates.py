@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from library import NAME, package
 from library import tensor as T
-from reference_updates import COLUMNS, START, X, Y, compute_gradient
+from reference_updates import REFERENCE_RUNS, START, X, Y, compute_gradient
 from reference_updates import Problem as ReferenceProblem
 
 from synkhronos.training import updates
@@ -67,11 +67,11 @@ def make_updates(problem, name, options, **more):
 
 def find_column(rule):
     """Return the options of a rule with which the reference takes larger steps, and the parameters after each step."""
-    return [(options, params) for name, options, params in COLUMNS if name == rule][-1]
+    return [(options, params) for name, options, params in REFERENCE_RUNS if name == rule][-1]
 
 
 @pytest.mark.parametrize(
-    ("rule", "options", "params"), COLUMNS, ids=[f"{name}-{options}" for name, options, _ in COLUMNS]
+    ("rule", "options", "params"), REFERENCE_RUNS, ids=[f"{name}-{options}" for name, options, _ in REFERENCE_RUNS]
 )
 def test_updates_equal_reference_numbers(rule, options, params):
     problem = Problem()
@@ -102,7 +102,7 @@ def test_adam_is_exact_in_float32_from_the_first_step():
 
 
 def test_every_update_rule_is_named_in_a_test():
-    assert {name.partition("_with_")[0] for name, *_ in COLUMNS} == set(RULES)
+    assert {name.partition("_with_")[0] for name, *_ in REFERENCE_RUNS} == set(RULES)
     tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     assert [name for name in updates.__all__ if not re.search(rf"\b{name}\b", tests)] == []
 
@@ -170,7 +170,7 @@ def test_updates_with_weight_do_not_depend_on_the_split(splits, op):
 
 
 def test_updates_with_a_constant_weight():
-    rule, options, params = COLUMNS[-1]
+    rule, options, params = REFERENCE_RUNS[-1]
     problem = Problem()
     problem.compile(make_updates(problem, rule, options, weight=3))
     for expected in params:

@@ -38,6 +38,8 @@ from synkhronos.ranks.interrupts import defer_signals
 NCCL_UINT8 = 1
 #: NCCL's number of the reduction to a sum (ncclSum).
 NCCL_SUM = 0
+#: NCCL's results without an error: ncclSuccess and ncclInProgress.
+_NO_ERROR_RESULTS = (0, 7)
 #: Seconds between two checks of the peers.
 PEER_POLL_SECONDS = 0.02
 #: Seconds after which an attempt to connect fails; it usually takes one or two seconds.
@@ -51,6 +53,8 @@ class NcclConnection:
 
     Attributes
     ----------
+    nccl : module
+        The functions of NCCL (``nccl.bindings.nccl``).
     generation : int
         Number of the connection, equal on all ranks that share it; 0 without a connection.
     members : tuple of int
@@ -59,6 +63,8 @@ class NcclConnection:
         Held during calls of NCCL, so that `abort` does not free the communicator meanwhile.
     valid_flag : ndarray of int32, shape (1,)
         1 while the connection is valid, else 0.  The GPU copies it after a reduction within a launch.
+    launch_state : LaunchState
+        State that handlers in C++ read during a launch, with the communicator's handle.
     communicator_number : int
         Number of the communicator, unique in this process.
     may_be_recorded : bool
@@ -215,7 +221,7 @@ class NcclConnection:
             if self._comm is None:
                 return None
             state: int = self.nccl.comm_get_async_error(self._handle)
-        return None if state in (0, 7) else state  # success, in progress
+        return None if state in _NO_ERROR_RESULTS else state
 
 
 def _describe_interfaces(own_interface: str, first_interface: str, first_rank: int) -> str:

@@ -80,10 +80,10 @@ class FfiCollectives:
     """The collectives of one XLA program, which gets a `CollectiveHandler` for each launch.
 
     ``trace_start``, ``trace_finish`` and ``trace_sum`` insert its calls into the program, while JAX traces it.  With
-    the ``nccl_caller`` "python" XLA calls NCCL by a `CollectiveHandler`, with "native" by handlers in C++, with "graph"
-    by handlers in C++ that XLA may record in a CUDA graph.  The latter two need `use_communicator`.  An error ends the
-    launch if ``aborts_on_error``.  Otherwise, and always with handlers in C++, the launch continues.  Its undefined
-    reductions are then marked as invalid, so that the program can return the old values of donated arrays.
+    the ``nccl_caller`` "python" XLA calls NCCL through a `CollectiveHandler`, with "native" through handlers in C++,
+    with "graph" through handlers in C++ that XLA may record in a CUDA graph.  The latter two need `use_communicator`.
+    An error ends the launch if ``aborts_on_error``.  Otherwise, and always with handlers in C++, the launch continues.
+    Its undefined reductions are then marked as invalid, so that the program can return old values of donated arrays.
     """
 
     _numbers = itertools.count()
@@ -139,11 +139,11 @@ class FfiCollectives:
         reduces another number of items.  RuntimeError is raised if NCCL has failed, the connection was aborted, or the
         launch has made another number of collectives than ``n_collectives``.
         """
-        library, is_recordable = nccl_handlers.load_handlers(), self.nccl_caller == "graph"
+        handlers, is_recordable = nccl_handlers.load_handlers(), self.nccl_caller == "graph"
         self._launch_shape = shape
         try:
             with communicator.enable_native_calls(is_recordable) as state:
-                library.synkhronos_set_launch_state(state)
+                handlers.synkhronos_set_launch_state(state)
                 yield state
         finally:
             self._launch_shape = ()

@@ -87,7 +87,9 @@ class Executable(Runner):
         self._copy = jnp.copy
         length_graph = functions[0].length_graph
         #: Inputs whose values determine the lengths of arrays.
-        self.numpy_inputs = frozenset() if length_graph is None else frozenset(length_graph.length_input_positions)
+        self.host_input_positions = (
+            frozenset() if length_graph is None else frozenset(length_graph.length_input_positions)
+        )
         self._has_lengths = any(function.length_graph is not None for function in functions)
         assert len(functions) == 1 or not self._has_lengths
         types = [t for function in functions for t in function.output_types]
@@ -245,7 +247,7 @@ class Executable(Runner):
         if self._has_lengths:
             (function,) = self._functions
             # The inputs are copied, as the user may overwrite them before the launch has been computed.
-            inputs = [np.array(v) if i in self.numpy_inputs else v for i, v in enumerate(inputs)]
+            inputs = [np.array(v) if i in self.host_input_positions else v for i, v in enumerate(inputs)]
             lengths = [function.compute_lengths(inputs)]
         return [*lengths, *inputs, *[storage[0] for storage in (*self._storages, *logs)]]
 

@@ -12,7 +12,7 @@ from symtable import symtable
 from synkhronos.launcher.configuration.settings import SettingsError
 
 
-def find_module(path_or_module: str, class_name: str, folders: Sequence[str]) -> tuple[str, str]:
+def locate_model_class(path_or_module: str, class_name: str, folders: Sequence[str]) -> tuple[str, str]:
     """Find the file of the model class without importing it.  Return a folder for `sys.path`, and the module's name.
 
     The class's file is a path such as ``models/mlp.py`` or a module such as ``models.mlp``, searched in ``folders`` and

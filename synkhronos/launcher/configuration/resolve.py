@@ -14,7 +14,7 @@ from typing import Any
 
 from synkhronos.checks import check_at_least, check_choice, is_number
 from synkhronos.hosts import MAX_RANKS_PER_HOST
-from synkhronos.launcher.configuration.model_file import find_module
+from synkhronos.launcher.configuration.model_file import locate_model_class
 from synkhronos.launcher.configuration.placement import choose_placement
 from synkhronos.launcher.configuration.settings import (
     SETTINGS_FILE,
@@ -65,7 +65,7 @@ def resolve_settings(
         raise SettingsError("modelclass: expected the class to train; name a session file, or model = 'FILE:CLASS'")
     source_folder = source_path and os.path.dirname(os.path.abspath(source_path))
     folders = [os.fspath(folder) for folder in (values.get("pythonpath"), os.getcwd(), source_folder) if folder]
-    values["pythonpath"], values["modelfile"] = find_module(values["modelfile"], values["modelclass"], folders)
+    values["pythonpath"], values["modelfile"] = locate_model_class(values["modelfile"], values["modelclass"], folders)
     values["devices"], hosts = choose_placement(merged.get("devices"), merged.get("hosts"), values.pop("ranks", None))
     values["hosts"] = tuple(host.name if host.n_ranks is None else f"{host.name}:{host.n_ranks}" for host in hosts)
     rule = values.get("rule", Settings.rule)

@@ -61,7 +61,7 @@ def _list_attribute_problems(model: Any) -> list[str]:
             elif np.dtype(param.type.dtype).kind != "f":
                 problems.append(f"attribute params[{i}]: expected floats, got {param.type}")
         if not problems and len({id(param) for param in params}) != len(params):
-            problems.append("attribute params: a shared variable comes twice")
+            problems.append("attribute params: a shared variable is listed twice")
     data = getattr(model, "data", None)
     if data is None:
         problems.append("attribute data: expected an object with n_batch_train and n_batch_val, got None")

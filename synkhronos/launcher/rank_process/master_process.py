@@ -24,8 +24,8 @@ from synkhronos.launcher import core_binding
 from synkhronos.launcher.configuration.settings import Settings, SettingsError
 from synkhronos.launcher.model_class.model_interface import ModelInterfaceError
 from synkhronos.launcher.rank_process import rank_functions
+from synkhronos.launcher.supervision.master_arguments import COMPLETE_EXIT_CODE, MasterArguments
 from synkhronos.launcher.supervision.run_folder import FAILURE_FILE, PROCESSES_FILE, DeathLog
-from synkhronos.launcher.supervision.supervisor import COMPLETE_EXIT_CODE, MasterArguments
 from synkhronos.programs import run
 from synkhronos.ranks import WorkerError, get_last_session
 from synkhronos.ranks.child_process import exit_with_parent

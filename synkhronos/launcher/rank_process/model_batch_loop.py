@@ -83,13 +83,13 @@ class ModelBatchLoop(BatchLoop):
         self._record_compute_time(start, seconds_before)
         return int(self.is_last_step or not self.exchange_rule.asynchronous)
 
-    def exchange_if_due(self, steps: int) -> None:
+    def finish_step(self, steps: int) -> None:
         """Check the steps, exchange with other ranks if an exchange is due, and apply gradients of the exchange."""
         if not steps:
             return
         self._check_step()
         self._periodic_exchange.restart_countdown()
-        if self._periodic_exchange.count_steps(steps):
+        if self._periodic_exchange.advance(steps):
             # If the model has a ``weight``, the exchange weights this rank's parameters by the weight of the last cost.
             has_weight = getattr(self.model, "weight", None) is not None
             self._periodic_exchange.state.count_items = self.recorder.get_last_weight if has_weight else None

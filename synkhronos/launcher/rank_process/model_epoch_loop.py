@@ -29,8 +29,8 @@ from synkhronos.launcher.rank_process.gradient_sum_rule import GradientSumRule
 from synkhronos.launcher.rank_process.memory_checkpoint_writer import MemoryCheckpointWriter
 from synkhronos.launcher.rank_process.model_batch_loop import ModelBatchLoop
 from synkhronos.launcher.rank_process.model_state import ModelState, get_global_generator_states
+from synkhronos.launcher.supervision.master_arguments import MasterArguments
 from synkhronos.launcher.supervision.run_folder import DeathLog
-from synkhronos.launcher.supervision.supervisor import MasterArguments
 from synkhronos.programs import LocalRows
 from synkhronos.training.loops.report_loop import ReportLoop
 from synkhronos.training.monitoring.best_cost import BestCost

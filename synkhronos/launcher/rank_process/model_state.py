@@ -24,7 +24,7 @@ from synkhronos.launcher.model_class.model_recorder import ModelRecorder
 from synkhronos.launcher.rank_process.gradient_sum_rule import GradientSumRule
 from synkhronos.programs import LocalRows, RankContext
 from synkhronos.training.checkpoints import rank_state
-from synkhronos.training.checkpoints.checkpoint_folder import CheckpointFolder, read_metadata
+from synkhronos.training.checkpoints.checkpoint_folder import CheckpointFolder, read_meta
 from synkhronos.training.checkpoints.compatibility import check_can_resume, describe_training
 from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
 from synkhronos.training.monitoring.best_cost import BestCost
@@ -149,7 +149,7 @@ class ModelState:
     def resume(self, path: str) -> None:
         """Resume from a checkpoint, which rank 0 reads for all ranks, and remove later records."""
         context = self.context
-        meta = context.broadcast(read_metadata(path) if context.number == 0 else None)
+        meta = context.broadcast(read_meta(path) if context.number == 0 else None)
         check_can_resume(path, meta, describe_training("run", self.exchange_rule, self.variables, None))
         self.best_cost = BestCost.from_json(meta["stop"])
         if self.settings.keep_best:

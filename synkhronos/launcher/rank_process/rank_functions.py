@@ -38,7 +38,7 @@ from synkhronos.launcher.rank_process.gradient_sum_rule import GradientSumRule
 from synkhronos.launcher.rank_process.model_epoch_loop import ModelEpochLoop
 from synkhronos.launcher.rank_process.model_state import ModelState
 from synkhronos.launcher.rank_process.remote_output import RemoteRecorder, redirect_output_to_supervisor
-from synkhronos.launcher.supervision.supervisor import MasterArguments
+from synkhronos.launcher.supervision.master_arguments import MasterArguments
 from synkhronos.programs import LocalRows, RankContext
 from synkhronos.programs.rank_context import get_rank
 from synkhronos.training.checkpoints.variables_by_role import VariablesByRole

@@ -30,7 +30,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -38,6 +37,7 @@ from typing import Any
 from synkhronos.gpus import format_visible_gpus
 from synkhronos.launcher import core_binding
 from synkhronos.launcher.configuration.settings import Settings
+from synkhronos.launcher.supervision.master_arguments import COMPLETE_EXIT_CODE, MasterArguments
 from synkhronos.launcher.supervision.memory_checkpoint_folder import MemoryCheckpointFolder
 from synkhronos.launcher.supervision.rank_output import Console, LineSplitter, OutputWriter, open_standard_streams
 from synkhronos.launcher.supervision.run_folder import FAILURE_FILE, PROCESSES_FILE, DeathLog, add_to_run_record
@@ -47,32 +47,8 @@ from synkhronos.training.checkpoints.checkpoint_folder import copy_checkpoint, l
 from synkhronos.training.loops.death_limit import DeathLimit
 from synkhronos.training.loops.stop_signals import DUPLICATE_SIGNAL_SECONDS, STOP_SIGNALS
 
-#: Exit code of the master's process after a complete run.  A library, or the user's class, may exit with 0 at any time.
-COMPLETE_EXIT_CODE = 100
 #: Seconds that ranks have to exit after Ctrl-C.
 _EXIT_SECONDS = 10.0
-
-
-@dataclass(frozen=True)
-class MasterArguments:
-    """Arguments of ``python -m synkhronos.launcher.rank_process.master_process``, as one argument in JSON."""
-
-    #: Process ID of the supervisor.  The master exits when the supervisor exits.
-    supervisor_pid: int
-    #: File descriptor of the output pipe of each rank of this host.
-    output_pipes: list[int]
-    #: File descriptor of the pipe for the output of other hosts; None without other hosts.
-    remote_output_pipe: int | None
-    #: Cores of each rank; empty if ranks are not bound.
-    rank_cores: list[list[int]]
-    #: Cores that the run may use.
-    allowed_cores: list[int]
-    #: Checkpoint to resume from, on disk or in memory; None to train from the beginning.
-    checkpoint_path: str | None
-    #: Folder for memory checkpoints, for ``on_death = "continue"``; None if the run writes none.
-    memory_checkpoint_folder: str | None
-    #: Whether the ranks start again after a death.
-    is_recovery: bool
 
 
 class Supervisor:

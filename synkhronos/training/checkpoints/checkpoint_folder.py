@@ -207,7 +207,10 @@ class CheckpointFolder:
         return list_checkpoints(self.folder)
 
     def find_best(self) -> Path | None:
-        """Return the first checkpoint with the best value of `keep_best`, or None if there are no checkpoints."""
+        """Return the path of the first checkpoint with the best value of `keep_best`.
+
+        Return None if `keep_best` is None, or if no undamaged checkpoint has a finite value.
+        """
         if self.keep_best is None:
             return None
         costs: dict[Path, float] = {}
@@ -298,8 +301,8 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     return Checkpoint(path, arrays, header["meta"], header["metrics"])
 
 
-def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a checkpoint's metadata without its arrays.  Raise CheckpointError if it is damaged."""
+def read_meta(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a checkpoint's ``meta`` without its arrays.  Raise CheckpointError if it is damaged."""
     meta: dict[str, Any] = _read_header(Path(path))["meta"]
     return meta
 

@@ -2,9 +2,9 @@
 
 Each iteration trains on the next batches::
 
-    iterate_steps --> step --> exchange_if_due --> record --> decide_stop
-          ^                                                        |
-          +--------------------------------------------------------+
+    iterate_steps --> step --> finish_step --> record --> decide_stop
+          ^                                                    |
+          +----------------------------------------------------+
 
 `iterate_steps` ends at the next report; the owner of the loop then validates, reports and saves.
 
@@ -35,7 +35,7 @@ class BatchLoop(ABC):
     def run(self) -> None:
         """Train on all batches, or until a signal."""
         for batches in self.iterate_steps():
-            self.exchange_if_due(self.step(batches))
+            self.finish_step(self.step(batches))
             self.record(batches)
             if self.decide_stop():
                 break
@@ -49,8 +49,8 @@ class BatchLoop(ABC):
         """Train on the batches.  Return the number of steps."""
 
     @abstractmethod
-    def exchange_if_due(self, steps: int) -> None:
-        """Count ``steps`` steps, and exchange with other ranks if an exchange is due."""
+    def finish_step(self, steps: int) -> None:
+        """Finish the ``steps`` steps of `step`: count them, and exchange with other ranks if an exchange is due."""
 
     @abstractmethod
     def record(self, batches: Any) -> None:
@@ -61,7 +61,7 @@ class BatchLoop(ABC):
         """Return True if training stops after these batches.  In some subclasses all ranks must call this."""
 
 
-for method, span in (("step", "step"), ("exchange_if_due", "exchange"), ("record", "record")):
+for method, span in (("step", "step"), ("finish_step", "exchange"), ("record", "record")):
     register_traced_method(BatchLoop, method, span, span)
 
 
@@ -79,8 +79,8 @@ class PeriodicExchange:
         self._steps_left = self.exchange_rule.count_steps_left(self.state)
         return self._steps_left
 
-    def count_steps(self, steps: int) -> bool:
-        """Count ``steps`` steps.  Return True if an exchange is due after them."""
+    def advance(self, steps: int) -> bool:
+        """Advance the countdown by ``steps`` steps.  Return True if an exchange is due."""
         self.state.step += steps
         self.state.steps_since_exchange += steps
         self._steps_left -= steps

@@ -237,7 +237,7 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
             return take_step(lambda: rank_gradient.run(records_effect=False)), []
         runner = rank_gradient.compiled.runner
         return rank_gradient.run(
-            _StepRunner(lambda *inputs: take_step(lambda: runner(*inputs)), self.n_steps, runner.numpy_inputs)
+            _StepRunner(lambda *inputs: take_step(lambda: runner(*inputs)), self.n_steps, runner.host_input_positions)
         ), []
 
     # -- GradientExchange ---------------------------------------------------------------------------------------
@@ -311,9 +311,9 @@ def _prepare_rows(rank: Rank, matrix: SharedVariable, row: SharedVariable) -> li
 class _StepRunner(Runner):
     """Calls a function once for each step, with the step's rows of the inputs."""
 
-    def __init__(self, function: Callable[..., Any], n_repeats: int, numpy_inputs: frozenset[int]):
+    def __init__(self, function: Callable[..., Any], n_repeats: int, host_input_positions: frozenset[int]):
         super().__init__(function)
-        self.n_repeats, self.numpy_inputs = n_repeats, numpy_inputs
+        self.n_repeats, self.host_input_positions = n_repeats, host_input_positions
 
     def __call__(self, *inputs: Array) -> list[Any]:
         lengths = [len(value) // self.n_repeats for value in inputs]

@@ -75,7 +75,7 @@ class JointBatchLoop(TrainerBatchLoop):
         self.meter.read_losses()
         self.free(position_ranges)
 
-    def exchange_if_due(self, steps: int) -> None:
+    def finish_step(self, steps: int) -> None:
         """Do nothing: steps exchange gradients."""
 
     def decide_stop(self) -> bool:

@@ -145,8 +145,8 @@ class LocalBatchLoop(TrainerBatchLoop):
             self.free(self.position_ranges_in_use)
             self.position_ranges_in_use = position_ranges
 
-    def exchange_if_due(self, steps: int) -> None:
-        if not self.periodic_exchange.count_steps(steps):
+    def finish_step(self, steps: int) -> None:
+        if not self.periodic_exchange.advance(steps):
             return
         # The exchange may wait for launched steps, so their rows are freed first: other ranks may need the memory.
         if (
@@ -154,7 +154,7 @@ class LocalBatchLoop(TrainerBatchLoop):
             or self.exchange_rule.asynchronous
             and self.state.steps_since_exchange > 1
         ):
-            self.finish_steps()
+            self.wait_for_launched_steps()
         self.state.learning_rate = self.rate
         self.periodic_exchange.run()
         self._unexchanged_weights = []
@@ -195,7 +195,7 @@ def take_local_steps(
         storage["state"] = state
     loop = LocalBatchLoop(context, plan, step, learning_rate, spec, source, batch_counts)
     loop.run()
-    loop.finish_steps()
+    loop.wait_for_launched_steps()
     with loop.meter.time_activity("exchange"):
         set_params_to_consensus(context, spec.name, exchange_rule)
     loop.write_lines(flush=True)

@@ -111,11 +111,11 @@ class TrainerBatchLoop(BatchLoop):
         source = self.source
         if isinstance(source, LoaderRows) and not all(source.is_loaded(stop) for _, stop in position_ranges):
             # The loader processes may need the slots of this rank's rows to read rows for other ranks.
-            self.finish_steps()
+            self.wait_for_launched_steps()
         with self.meter.time_activity("load"):
             return [source.wait_for_row_indexes(*position_range, self.on_poll) for position_range in position_ranges]
 
-    def finish_steps(self) -> None:
+    def wait_for_launched_steps(self) -> None:
         """Wait for the launched steps, and free their rows."""
         with self.meter.time_activity("compute"):
             self.meter.read_losses()

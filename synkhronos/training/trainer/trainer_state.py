@@ -20,7 +20,7 @@ from synkhronos.training.checkpoints.checkpoint_folder import (
     CheckpointError,
     CheckpointFolder,
     read_checkpoint,
-    read_metadata,
+    read_meta,
 )
 from synkhronos.training.checkpoints.compatibility import check_can_resume, describe_training
 from synkhronos.training.monitoring.best_cost import BestCost
@@ -139,7 +139,7 @@ class TrainerState:
 
     def restore(self, path: str | os.PathLike[str], data: TrainerData, schedule: Schedule) -> int:
         """Restore all ranks and the position from a checkpoint.  Return the number of rows trained on so far."""
-        meta = read_metadata(path)
+        meta = read_meta(path)
         check_can_resume(path, meta, self._describe())
         is_grown = not meta["row"] and meta["count"] < data.n_data_rows  # rows were appended after an epoch
         if meta["count"] != data.n_data_rows and not is_grown or meta["seed"] != data.seed:

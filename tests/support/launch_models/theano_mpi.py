@@ -25,7 +25,7 @@ class Regression:
         self.params = [self.w, self.b]
         self.shared_lr = theano.shared(np.float32(RATE), "lr")
         self.cost = ((T.dot(self.x, self.w) + self.b - self.y) ** 2).mean()
-        self.at = 0
+        self.next_batch = 0
 
     def make_data(self):
         return Data(self.rank, self.size)
@@ -33,17 +33,17 @@ class Regression:
     def compile_iter_fns(self, *args, **kwargs):
         self.compile(self.size)
 
-    def compile(self, k):
+    def compile(self, n_workers):
         self.vels, self.vels2 = [], []
         first, second = [], []
         for param in self.params:
             own = theano.shared(np.zeros_like(param.get_value()))
             first.append((own, np.float32(MOMENTUM) * own + T.grad(self.cost, param)))
-            if k == 1:
+            if n_workers == 1:
                 first.append((param, param - self.shared_lr * first[0 if param is self.w else 2][1]))
                 continue
             summed = theano.shared(np.zeros_like(param.get_value()))
-            second.append((param, param - self.shared_lr * summed / np.float32(k)))
+            second.append((param, param - self.shared_lr * summed / np.float32(n_workers)))
             self.vels.append(own)
             self.vels2.append(summed)
         self.compiled = [theano.function([self.x, self.y], self.cost, updates=first)]
@@ -53,8 +53,8 @@ class Regression:
     def train_iter(self, count, recorder):
         recorder.start()
         self.compiled[1]()
-        cost = self.compiled[0](*self.data.batches[self.at])
-        self.at = (self.at + 1) % len(self.data.batches)
+        cost = self.compiled[0](*self.data.batches[self.next_batch])
+        self.next_batch = (self.next_batch + 1) % len(self.data.batches)
         recorder.train_error(count, cost, 0.0)
         recorder.end("calc")
 
@@ -63,7 +63,7 @@ class Regression:
 
     def reset_iter(self, mode):
         if mode == "train":
-            self.at = 0
+            self.next_batch = 0
 
     def adjust_hyperp(self, epoch):
         pass
@@ -83,30 +83,32 @@ class RecordingRegression(Regression):
         self.calls = [["config", sorted(set(config) - {"trace"})]]
         self.n_subb = 2
 
-    def note(self, name, *arguments):
+    def record_call(self, name, *arguments):
         self.calls.append([name, *arguments])
 
     def compile_iter_fns(self, sync_type="neither"):
-        self.note("compile_iter_fns", sync_type, self.size)
+        self.record_call("compile_iter_fns", sync_type, self.size)
         super().compile_iter_fns()
 
     def train_iter(self, count, recorder):
-        self.note("train_iter", self.epoch, count, float(self.shared_lr.get_value()))
+        self.record_call("train_iter", self.epoch, count, float(self.shared_lr.get_value()))
         super().train_iter(count, recorder)
 
     def val_iter(self, count, recorder):
-        self.note("val_iter", count)
+        self.record_call("val_iter", count)
         super().val_iter(count, recorder)
 
     def reset_iter(self, mode):
-        self.note("reset_iter", mode)
+        self.record_call("reset_iter", mode)
         super().reset_iter(mode)
 
     def adjust_hyperp(self, epoch):
-        self.note("adjust_hyperp", epoch)
+        self.record_call("adjust_hyperp", epoch)
 
     def print_info(self, recorder, verbose=None):
-        self.note("print_info", verbose, self.current_info == recorder.get_latest_val_info(), self.current_info[:1])
+        self.record_call(
+            "print_info", verbose, self.current_info == recorder.get_latest_val_info(), self.current_info[:1]
+        )
         if self.epoch == 0:
             recorder.plot_init(name="scores", save=False)
             recorder.plot_init(name="a/sample", save=False)
@@ -114,7 +116,7 @@ class RecordingRegression(Regression):
         recorder.plot(name="a/sample", image=np.eye(3), cmap="gray")
 
     def save(self, path="./"):
-        self.note("save", self.epoch)
+        self.record_call("save", self.epoch)
         np.savez(path + f"{self.epoch}_mine.npz", self.w.get_value())
 
     def cleanup(self):
@@ -128,21 +130,21 @@ class StoppingRegression(Regression):
     def __init__(self, config):
         super().__init__(config)
         self.n_epochs = 5
-        self.seen = 0
+        self.n_validated = 0
 
     def val_iter(self, count, recorder):
         super().val_iter(count, recorder)
-        self.seen += 1
-        print("val_iter", self.epoch, self.seen)
+        self.n_validated += 1
+        print("val_iter", self.epoch, self.n_validated)
         if self.epoch == 1 and self.rank == 1:
             return "stop"
-        if self.seen == 1:
+        if self.n_validated == 1:
             return 2
         return None
 
     def reset_iter(self, mode):
         super().reset_iter(mode)
-        self.seen = 0
+        self.n_validated = 0
 
 
 class NormalizedRegression(Regression):
@@ -188,6 +190,6 @@ class EqualRowsTwoFunctionRegression(Regression):
 class RegressionWithoutVels2(Regression):
     """Has vels, but no vels2."""
 
-    def compile(self, k):
-        super().compile(k)
+    def compile(self, n_workers):
+        super().compile(n_workers)
         self.vels2 = []
