@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from synkhronos import ranks
 from synkhronos.checks import check_flag, check_index, check_integer, describe
+from synkhronos.collectives.all_reduce_command import AllReduceValues
 from synkhronos.collectives.arguments import (
     check_generator_state,
     check_op,
@@ -27,7 +28,6 @@ from synkhronos.collectives.arguments import (
 )
 from synkhronos.collectives.commands import (
     AllGather,
-    AllReduceValues,
     Broadcast,
     Gather,
     GetGenerators,

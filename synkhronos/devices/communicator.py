@@ -94,12 +94,12 @@ class Communicator(ABC):
         """Copy rank r's array into ``out[r]`` on every rank."""
 
 
-class EarlyCommunicator(Communicator):
+class SpeculativeCommunicator(Communicator):
     """A communicator that can start an all-reduce before this rank knows whether all ranks do."""
 
     @property
     @abstractmethod
-    def max_early_nbytes(self) -> int:
+    def max_speculative_nbytes(self) -> int:
         """Maximal number of bytes of such an all-reduce."""
 
     @abstractmethod

@@ -100,9 +100,9 @@ class ControlMemory:
     last_core, last_progress : memoryview of uint64
         Core, counted from 1, on which each rank last began to wait, and monotonic time of its last sign of progress in
         ns.
-    sums_begun, sums_ended : memoryview of uint64
-        Used by `synkhronos.devices.jax.xla_reducer`, for an XLA program with sums over ranks: the number of sums that
-        each rank has begun, and once its program has ended the number of all of them plus 1.
+    rounds_begun, rounds_ended : memoryview of uint64
+        Counters of compiled code that runs in rounds, without barriers of the command: for each rank, the number of
+        rounds that it has begun, and once the code has ended the number of all of them plus 1.
     scratch : memoryview
         Scratch memory of this host's ranks, two halves for each.
     link_memory : memoryview
@@ -141,8 +141,8 @@ class ControlMemory:
             self.last_core,
             self.applied,
             self.last_progress,
-            self.sums_begun,
-            self.sums_ended,
+            self.rounds_begun,
+            self.rounds_ended,
         ) = (self.words[_N_WORDS + i * size : _N_WORDS + (i + 1) * size] for i in range(_N_RANK_WORDS))
         self.mailbox = memory[mailbox : mailbox + MAILBOX_NBYTES]
         self.scratch = memory[scratch : scratch + 2 * len(self.local_ranks) * SCRATCH_NBYTES]

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from synkhronos.collectives.commands import AllReducePlan
+from synkhronos.collectives.all_reduce_command import AllReducePlan
 from synkhronos.devices import Communicator, Device
 from synkhronos.engines.engine import Engine, Runner
 from synkhronos.functions.call import Call
@@ -72,6 +72,7 @@ register_traced_method(Engine, "fetch_outputs", "copy", "fetch outputs")
 register_traced_method(LoaderRows, "wait_for_row_indexes", "load", "wait for the loader")
 for collective in sorted(Communicator.__abstractmethods__):
     register_traced_method(Communicator, collective, "exchange", collective)
+# Small arrays are reduced without a communicator's method.  Spans of the operation after it are nested.
 register_traced_method(AllReducePlan, "reduce_small_and_run", "exchange", "all_reduce")
 
 

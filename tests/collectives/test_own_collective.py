@@ -9,8 +9,9 @@ from messages import raises
 
 import synkhronos as synk
 from synkhronos import ranks
+from synkhronos.collectives.all_reduce_command import AllReduceValues, _AllReducePlans
 from synkhronos.collectives.arguments import parse_variables
-from synkhronos.collectives.commands import AllReduceValues, _AllReducePlans, prepare_replicas
+from synkhronos.collectives.commands import prepare_replicas
 from synkhronos.ranks import Command
 from synkhronos.replication.replicator import distribute_variables
 

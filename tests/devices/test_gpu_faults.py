@@ -24,8 +24,8 @@ from system import time_limit
 
 import synkhronos as synk
 from synkhronos import ranks
+from synkhronos.collectives.all_reduce_command import AllReduceValues
 from synkhronos.collectives.calls import prepare_command
-from synkhronos.collectives.commands import AllReduceValues
 from synkhronos.devices.cuda.nccl import NcclCommunicator
 from synkhronos.ranks import Command, PendingOperation
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.devices.communicator import ArrayLayout, EarlyCommunicator
+from synkhronos.devices.communicator import ArrayLayout, SpeculativeCommunicator
 from synkhronos.devices.cuda.nccl_connection import NCCL_UINT8, PEER_POLL_SECONDS, NcclConnection
 from synkhronos.devices.cuda.staging import ItemRange, Staging, check_result
 from synkhronos.devices.cuda.watchdog import GPU_POLL_SECONDS, CollectiveWatchdog
@@ -45,7 +45,7 @@ def to_nccl_dtype(dtype: np.dtype) -> int | None:
     return NCCL_DTYPES.get(str(dtype))  # cached, as the conversion to str is slow
 
 
-class NcclCommunicator(EarlyCommunicator):
+class NcclCommunicator(SpeculativeCommunicator):
     """Collectives over arrays on the ranks' GPUs.
 
     A failure in the middle of a collective aborts the connection, but only on the ranks that have started it.  Before
@@ -145,7 +145,7 @@ class NcclCommunicator(EarlyCommunicator):
         return True
 
     @property
-    def max_early_nbytes(self) -> int:
+    def max_speculative_nbytes(self) -> int:
         """Number of bytes of an all-reduce that takes no longer than a launch, or 0 where `all_reduce` waits."""
         return 0 if self._array_device.stream is None else _QUICK_NBYTES
 

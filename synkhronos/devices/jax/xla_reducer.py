@@ -76,22 +76,22 @@ class InterruptDetector:
 class XlaReducer(CollectiveHandler):
     """Base class of the reducers of one program.  Reducers start no chunks, and an error ends the launch.
 
-    ``n_sums`` is the number of sums so far.
+    ``n_sums`` is the number of sums so far.  A sum is a round of the program in `ControlMemory.rounds_begun`.
     """
 
     def __init__(self, rank: Rank, detector: InterruptDetector):
         self._rank, self._interrupt_detector = rank, detector
         self.n_sums = 0
         control, local_ranks = rank.control, slice(rank.local_ranks.start, rank.local_ranks.stop)
-        self._sums_begun, self._sums_ended = control.sums_begun[local_ranks], control.sums_ended[local_ranks]
-        control.sums_begun[rank.number] = control.sums_ended[rank.number] = 0
+        self._sums_begun, self._sums_ended = control.rounds_begun[local_ranks], control.rounds_ended[local_ranks]
+        control.rounds_begun[rank.number] = control.rounds_ended[rank.number] = 0
         rank.barrier()
 
     def begin_sum(self) -> None:
         """Count a sum, and raise KeyboardInterrupt if SIGINT has arrived."""
         self._interrupt_detector.raise_if_interrupted()
         self.n_sums += 1
-        self._rank.control.sums_begun[self._rank.number] = self.n_sums
+        self._rank.control.rounds_begun[self._rank.number] = self.n_sums
 
     def wait_until_ended(self) -> None:
         """Wait until the programs of all ranks have ended.  Raise RuntimeError if one waits for a further sum."""
@@ -100,7 +100,7 @@ class XlaReducer(CollectiveHandler):
             if max(self._sums_begun) > self.n_sums:
                 raise RuntimeError(DIVERGED_MESSAGE)
 
-        self._rank.control.sums_ended[self._rank.number] = self.n_sums + 1
+        self._rank.control.rounds_ended[self._rank.number] = self.n_sums + 1
         self._rank.control.wake_local_ranks(AWAITS_BARRIER)
         self._rank.barriers.wait_until(lambda: all(self._sums_ended), raise_if_diverged)
 

@@ -11,7 +11,7 @@ from synkhronos.exchange_rules.rule import all_reduce_mean
 from synkhronos.exchange_rules.state import FlatVariables
 from synkhronos.programs import RankContext
 from synkhronos.programs.rank_context import get_rank
-from synkhronos.training.train_function.step_command import all_gather_rows, reduce_scatter_rows
+from synkhronos.training.train_function.step_command import all_gather_shards, reduce_scatter_shards
 
 #: Key, in a checkpoint, of the sum of gradients that the next step will apply.
 _PENDING = "pending"
@@ -55,9 +55,9 @@ class GradientSumRule(ExchangeRule):
         rank, (matrix,), (row,) = get_rank(context), self.vels.shareds, self.vels2.shareds
         context.barrier("exchange of a sharded optimizer")
         if not model.has_new_shards:
-            reduce_scatter_rows(rank, matrix, row, "sum")
+            reduce_scatter_shards(rank, matrix, row, "sum")
         if model.has_new_shards or model.gathers_gradient:
-            all_gather_rows(rank, matrix, row)
+            all_gather_shards(rank, matrix, row)
 
     def compute_consensus(self, context: RankContext, state: ExchangeState) -> Any:
         """Return this rank's parameters, which are equal on all ranks unless they are excluded."""

@@ -15,12 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.collectives.commands import (
-    AllReducePlan,
-    AllReduceValues,
-    VariableReplica,
-    prepare_replicas,
-)
+from synkhronos.collectives.all_reduce_command import AllReducePlan, AllReduceValues
+from synkhronos.collectives.commands import VariableReplica, prepare_replicas
 from synkhronos.containers import BoundedCache
 from synkhronos.devices import NUMPY, get_array_device, get_rank_device
 from synkhronos.engines import GradientExchange, Runner, StepShards
@@ -37,7 +33,7 @@ class _StepCommandFields(NamedTuple):
     #: Call that writes this rank's gradient into a shared variable.
     gradient_call: Call
     #: All-reduce of this variable.
-    all_reduce: AllReduceValues
+    all_reduce_command: AllReduceValues
     #: Call that updates the parameters from this variable.
     update_call: Call
     #: Dtype in which a fused launch sends the gradients; None for their own.
@@ -97,17 +93,17 @@ class StepCommand(_StepCommandFields, Command):
         loss = rank_gradient.run(records_effect=False)
         if rank.size == 1:
             return loss, rank_update.run()
-        # Ranks wait for each other while they compile.
-        return loss, self.all_reduce.reduce_and_run(rank, rank_update.run, is_collective=needs_compile)
+        # A compilation is collective: ranks wait for each other in it.
+        return loss, self.all_reduce_command.reduce_and_run(rank, rank_update.run, is_collective=needs_compile)
 
     @property
     def op(self) -> str:
         """Name of the reduction of the gradient."""
-        return self.all_reduce.op
+        return self.all_reduce_command.op
 
     def get_reduced_variable(self, rank: Rank) -> Any:
         """Return this rank's copy of the gradient's variable."""
-        (key,) = self.all_reduce.variable_keys
+        (key,) = self.all_reduce_command.variable_keys
         return rank.get_object(key)
 
     def get_shards(self, rank: Rank) -> None:
@@ -115,30 +111,35 @@ class StepCommand(_StepCommandFields, Command):
 
     def prepare_exchange(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
         """Return the communicator of the all-reduce, and the gradient's shape, which is the same on all ranks."""
-        plans = rank.registry.get_or_create(_AgreedPlans)
+        plans = rank.registry.get_or_create(_FusedStepPlans)
         if self.skips_plan_check:
-            plan, _ = plans[self.all_reduce]
+            plan, _ = plans[self.all_reduce_command]
             if not plan.is_valid(rank):
                 raise RuntimeError(f"rank {rank.number} has another gradient or connection than in the last step")
         else:
-            plan = self.all_reduce.agree_on_plan(rank)
-        plans[self.all_reduce] = plan, rank.command_number
+            plan = self.all_reduce_command.agree_on_plan(rank)
+        plans[self.all_reduce_command] = plan, rank.command_number
         (variable,) = plan.variables
         shape, _ = variable.layout
         return variable.communicator, shape
 
 
-class _AgreedPlans(BoundedCache[AllReduceValues, tuple[AllReducePlan, int]]):
-    """Plan of the last fused step of each all-reduce, which all ranks have, and the number of the step's command."""
+class _FusedStepPlans(BoundedCache[AllReduceValues, tuple[AllReducePlan, int]]):
+    """Plan of the last fused step of each all-reduce, and the number of the step's command.
+
+    If no command has failed since, all ranks have this plan and have fused the step, so that the next step may skip the
+    comparison of digests.  The plans that `AllReduceValues.agree_on_plan` caches are always compared: a rank may have
+    made its plan in a command that failed on others, or in an all-reduce without a fused step.
+    """
 
 
-def can_skip_plan_check(rank: Rank, all_reduce: AllReduceValues) -> bool:
+def can_skip_plan_check(rank: Rank, all_reduce_command: AllReduceValues) -> bool:
     """Whether all ranks still have the plan of the last fused step, as far as the master knows.
 
     A rank's plan changes with the master's, or after a failed command.  If it has changed on a worker alone, the
     worker fails before its launch, and the watchdog aborts the others' launches.  No rank's parameters change.
     """
-    plan, command_number = rank.registry.get_or_create(_AgreedPlans).get(all_reduce, (None, 0))
+    plan, command_number = rank.registry.get_or_create(_FusedStepPlans).get(all_reduce_command, (None, 0))
     return plan is not None and command_number > rank.barriers.last_failed_command and plan.is_valid(rank)
 
 
@@ -151,7 +152,7 @@ def fuse_calls(
 ) -> Runner | None:
     """Return the fused launch of a gradient, its exchange and updates, or None if this rank cannot fuse them."""
     if rank_gradient.compiled.n_rank_means:
-        return None  # the host takes part within the launch, and has to wait for its end
+        return None  # Python exchanges the means within the launch, and waits for its end
     computation = rank_gradient.computation
     if not rank_gradient.has_rows or rank_gradient.call.is_sliced:
         return None
@@ -222,14 +223,14 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
 
         def update() -> None:
             shard_update.run()
-            all_gather_rows(rank, *variables)
+            all_gather_shards(rank, *variables)
             parameter_update.run()
 
         def take_step(compute_gradient: Callable[[], Any]) -> Any:
             outputs = compute_gradient()
-            reduce_scatter_rows(rank, *variables, self.op)
+            reduce_scatter_shards(rank, *variables, self.op)
             if self.gathers_gradient:
-                all_gather_rows(rank, *variables)
+                all_gather_shards(rank, *variables)
             rank.run_on_all_or_no_rank(update, is_collective=True)
             return outputs
 
@@ -237,7 +238,9 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
             return take_step(lambda: rank_gradient.run(records_effect=False)), []
         runner = rank_gradient.compiled.runner
         return rank_gradient.run(
-            _StepRunner(lambda *inputs: take_step(lambda: runner(*inputs)), self.n_steps, runner.host_input_positions)
+            _UnfusedStepsRunner(
+                lambda *inputs: take_step(lambda: runner(*inputs)), self.n_steps, runner.host_input_positions
+            )
         ), []
 
     # -- GradientExchange ---------------------------------------------------------------------------------------
@@ -257,7 +260,7 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
 
     def prepare_exchange(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
         """Return the communicator, and the matrix's shape, once all ranks have compared theirs."""
-        matrix, _ = _prepare_rows(rank, self.get_reduced_variable(rank), rank.get_object(self.row_key))
+        matrix, _ = _prepare_matrix_and_shard(rank, self.get_reduced_variable(rank), rank.get_object(self.row_key))
         shape, _ = matrix.layouts[0]
         return matrix.communicator, shape
 
@@ -265,7 +268,7 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
 
     def _store_rank_number(self, rank: Rank) -> None:
         """Set the variable of the rank's number at the first step on these ranks."""
-        numbered, key = rank.registry.get_or_create(_RankNumberVariables), self.rank_number_key
+        numbered, key = rank.registry.get_or_create(_RankNumberKeys), self.rank_number_key
         if key in numbered:
             return
         shared = rank.get_object(key)
@@ -274,33 +277,33 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
         numbered.add(key)
 
 
-def reduce_scatter_rows(rank: Rank, matrix: SharedVariable, row: SharedVariable, op: str) -> None:
-    """Reduce the matrices of all ranks, and set ``row`` to this rank's row of the reduction.  A collective."""
-    matrix_replica, row_replica = _prepare_rows(rank, matrix, row)
+def reduce_scatter_shards(rank: Rank, matrix: SharedVariable, shard: SharedVariable, op: str) -> None:
+    """Reduce the matrices of all ranks, and set ``shard`` to this rank's row of the reduction.  A collective."""
+    matrix_replica, shard_replica = _prepare_matrix_and_shard(rank, matrix, shard)
     (_, width), _ = matrix_replica.layouts[0]
-    out = row_replica.get_writable()
+    out = shard_replica.get_writable()
     bounds = [r * width for r in range(rank.size + 1)]
     matrix_replica.communicator.reduce_scatter(matrix_replica.get_contiguous(), op, bounds, out)
-    row_replica.store(out)
+    shard_replica.store(out)
 
 
-def all_gather_rows(rank: Rank, matrix: SharedVariable, row: SharedVariable) -> None:
-    """Set ``matrix`` on every rank to the rows of all ranks.  A collective."""
-    matrix_replica, row_replica = _prepare_rows(rank, matrix, row)
-    rows, transport_device = matrix_replica.get_writable(), matrix_replica.transport_device
-    out = [transport_device.slice_items(rows, r * shape[0], shape) for r, (shape, _) in enumerate(row_replica.layouts)]
-    matrix_replica.communicator.all_gather(row_replica.get_contiguous(), row_replica.layouts, out)
-    matrix_replica.store(rows)
+def all_gather_shards(rank: Rank, matrix: SharedVariable, shard: SharedVariable) -> None:
+    """Set the rows of ``matrix`` on every rank to the shards of all ranks.  A collective."""
+    matrix_replica, shard_replica = _prepare_matrix_and_shard(rank, matrix, shard)
+    array, device = matrix_replica.get_writable(), matrix_replica.transport_device
+    out = [device.slice_items(array, r * shape[0], shape) for r, (shape, _) in enumerate(shard_replica.layouts)]
+    matrix_replica.communicator.all_gather(shard_replica.get_contiguous(), shard_replica.layouts, out)
+    matrix_replica.store(array)
 
 
-def _prepare_rows(rank: Rank, matrix: SharedVariable, row: SharedVariable) -> list[VariableReplica]:
-    """Return this rank's replicas of a matrix with a row for each rank, and of its own row.  A collective."""
-    library = get_library(row)
-    device, value = get_array_device(library.borrow_value(matrix)), library.borrow_value(row)
-    if not device.owns(value):  # no function has computed the row yet
-        library.store_value(row, device.from_numpy(NUMPY.to_numpy(value)))
+def _prepare_matrix_and_shard(rank: Rank, matrix: SharedVariable, shard: SharedVariable) -> list[VariableReplica]:
+    """Return this rank's replicas of a matrix with a row for each rank, and of its own shard.  A collective."""
+    library = get_library(shard)
+    device, value = get_array_device(library.borrow_value(matrix)), library.borrow_value(shard)
+    if not device.owns(value):  # no function has computed the shard yet
+        library.store_value(shard, device.from_numpy(NUMPY.to_numpy(value)))
     del value  # `VariableReplica.get_writable` checks whether others refer to the array
-    replicas = prepare_replicas(rank, [matrix, row], uses_device_communicator=True)
+    replicas = prepare_replicas(rank, [matrix, shard], uses_device_communicator=True)
     for replica in replicas:
         replica.check_equal_shapes("shard_optimizer")
     if replicas[0].device is not replicas[1].device:
@@ -308,7 +311,7 @@ def _prepare_rows(rank: Rank, matrix: SharedVariable, row: SharedVariable) -> li
     return replicas
 
 
-class _StepRunner(Runner):
+class _UnfusedStepsRunner(Runner):
     """Calls a function once for each step, with the step's rows of the inputs."""
 
     def __init__(self, function: Callable[..., Any], n_repeats: int, host_input_positions: frozenset[int]):
@@ -324,5 +327,5 @@ class _StepRunner(Runner):
         return [value for values in zip(*by_step, strict=True) for value in values]
 
 
-class _RankNumberVariables(set[Any]):
+class _RankNumberKeys(set[Any]):
     """Keys of variables that hold the number of this rank."""

@@ -24,8 +24,9 @@ import numpy as np
 from synkhronos import ranks
 from synkhronos.casts import check_cast
 from synkhronos.checks import check_list
+from synkhronos.collectives.all_reduce_command import AllReduceValues
 from synkhronos.collectives.calls import prepare_command
-from synkhronos.collectives.commands import AllReduceValues, GetLayouts
+from synkhronos.collectives.commands import GetLayouts
 from synkhronos.data_objects.rows import BatchArgument
 from synkhronos.devices import NUMPY
 from synkhronos.functions import function, get_dispatcher

@@ -22,7 +22,7 @@ from system import list_children, wait_in_c
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.collectives import commands
+from synkhronos.collectives import all_reduce_command, commands
 from synkhronos.devices.shared_memory_communicator import SharedMemoryCommunicator
 from synkhronos.ranks import Command
 from synkhronos.ranks.control_memory import ControlMemory
@@ -244,7 +244,7 @@ def insert_points() -> None:
 
     def reach_before(get: Any) -> Any:
         def reach_and_get(self: ranks.Rank, keys: Any) -> Any:
-            if sys._getframe(1).f_globals is vars(commands):
+            if sys._getframe(1).f_globals["__name__"] in (commands.__name__, all_reduce_command.__name__):
                 reach("object")
             return get(self, keys)
 
