@@ -380,7 +380,7 @@ def list_marked_files(marker: str) -> list[str]:
 #: load large libraries, such as Numba, are apart from tests that fork: the larger a process, the longer a fork takes.
 FOLDERS_OF_PARTS = {
     "engines": ("engines", "extensions", "devices"),
-    "launch": ("launcher", "loading", "compat"),
+    "launch": ("launcher", "loading", "platoon"),
     "ranks": ("ranks", "programs", "hosts", "exchange_rules", "timelines"),
     "training": ("training",),
 }
@@ -407,7 +407,7 @@ NEWER = list_test_files(
 PROGRAM_TESTS = list_test_files("demos", "docs")
 #: Tests that import `synkhronos.compat`, in processes of their own: ``import theano`` finds another module there, which
 #: other tests must not see.
-COMPAT_TESTS = "tests/compat_theano"
+COMPAT_TESTS = "tests/compat"
 LASAGNE_TESTS = "tests/lasagne_demos"
 #: Tests of these folders that compile for minutes, by the name of their job: only `test --all` runs them.
 COMPILING_TESTS = {

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 #: Folders of tests that must run in processes of their own; run.py starts these.
-OWN_PROCESS_FOLDERS = {"compat_theano", "lasagne_demos", "update_rules_optax"}
+OWN_PROCESS_FOLDERS = {"compat", "lasagne_demos", "update_rules_optax"}
 DEVICE = os.environ.get("SYNKHRONOS_TEST_DEVICE", "host")
 assert DEVICE in ("host", "jax", "gpu"), DEVICE
 

@@ -52,7 +52,7 @@ def run_example(example: doctest.DocTest) -> None:
 def list_modules(path, prefix: str) -> list[str]:
     """Return the modules in a package and below, except those of the other environment and of other libraries' names.
 
-    The latter change the meaning of ``import theano``; compat_theano/test_examples.py runs their examples.
+    The latter change the meaning of ``import theano``; compat/test_examples.py runs their examples.
     """
     names = []
     for module in pkgutil.iter_modules(path, prefix):

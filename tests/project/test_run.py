@@ -191,7 +191,7 @@ def list_collected_files(job):
     paths = {word for word in job.arguments if word.startswith("tests/")}
     ignored = {word.removeprefix("--ignore=") for word in job.arguments if word.startswith("--ignore=")}
     if not paths:
-        paths, ignored = {"tests"}, ignored | {"tests/compat_theano", "tests/lasagne_demos", "tests/update_rules_optax"}
+        paths, ignored = {"tests"}, ignored | {"tests/compat", "tests/lasagne_demos", "tests/update_rules_optax"}
     parents = {file: {file, *map(str, Path(file).parents)} for file in TEST_FILES}
     return {file for file in TEST_FILES if parents[file] & paths and not parents[file] & ignored}
 

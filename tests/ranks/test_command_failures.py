@@ -318,10 +318,10 @@ def test_error_lists_only_the_commands_own_effect(session_of_two):
     assert started in (["one"], ["one", "two"])  # as soon as it is cancelled
     assert first == [*started, *(f"{note} finished" for note in reversed(started))]
     with pytest.raises(ranks.WorkerError, match=r"It was noted on ranks \[0\], and not on ranks \[1\]"):
-        session_of_two.run(RunBoth(RecordRun("one"), RecordRun("two", failing_rank=1, early=True)))
+        session_of_two.run(RunBoth(RecordRun("one"), RecordRun("two", failing_rank=1, records_before_barrier=True)))
     # After a failure, later commands record their effects as before.
     with pytest.raises(ranks.WorkerError, match=r"It was noted on ranks \[0\], and not on ranks \[1\]"):
-        session_of_two.run(RecordRun("three", failing_rank=1, early=True))
+        session_of_two.run(RecordRun("three", failing_rank=1, records_before_barrier=True))
 
 
 class FailAtBarrier(Command):

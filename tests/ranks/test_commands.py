@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 
 import pytest
-from rank_commands import CollectRecords, CountSegments, GatherMessages, GetIdentity, RecordRun, RunBoth
+from rank_commands import CollectRecords, CountOpenFiles, GatherMessages, GetIdentity, RecordRun, RunBoth
 from system import time_limit
 
 from synkhronos import ranks
@@ -93,7 +93,7 @@ def test_command_may_exceed_the_mailbox(session_of_two):
 
 
 def test_failed_send_of_a_long_command_leaves_no_memory(session_of_two, monkeypatch):
-    before = session_of_two.run(CountSegments())
+    before = session_of_two.run(CountOpenFiles())
 
     def no_channel():
         raise OSError("no channel")
@@ -102,7 +102,7 @@ def test_failed_send_of_a_long_command_leaves_no_memory(session_of_two, monkeypa
         patch.setattr(session_of_two.memory, "send_segments", no_channel)
         with pytest.raises(OSError, match="no channel"):
             session_of_two.run(GatherPayloadLength(os.urandom(3 * MAILBOX_NBYTES)))
-    assert session_of_two.run(CountSegments()) == before
+    assert session_of_two.run(CountOpenFiles()) == before
 
 
 @dataclass(frozen=True)

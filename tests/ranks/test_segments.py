@@ -6,7 +6,7 @@ import warnings
 from dataclasses import dataclass
 
 import pytest
-from rank_commands import CountSegments, GatherMessages
+from rank_commands import CountOpenFiles, GatherMessages
 from system import run_code
 
 from synkhronos import ranks
@@ -72,11 +72,11 @@ def test_segments_leave_memory_to_other_programs(monkeypatch):
 
 
 def test_segments_are_released_on_all_ranks(session):
-    before = session.run(CountSegments())
+    before = session.run(CountOpenFiles())
     for _ in range(300):
         session.memory.release("segment", session.memory.create_segment(100).key)
     session.send_releases()
-    assert session.run(CountSegments()) == before
+    assert session.run(CountOpenFiles()) == before
 
 
 @pytest.mark.parametrize("size", [1, 2])

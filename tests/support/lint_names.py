@@ -84,7 +84,7 @@ PACKAGE = "synkhronos/"
 #: Installed wherever mypy runs.
 REQUIRED = {"numpy", "synkhronos"}
 #: Modules whose classes have the names that other libraries give them.
-FOREIGN = re.compile(r"synkhronos/(compat/theano/|theanompi/|platoon/(param_sync|training/|channel/worker))")
+FOREIGN = re.compile(r"synkhronos/(compat/theano/|theanompi/|platoon/(ops|param_sync|training/|channel/worker))")
 
 
 class Finding(NamedTuple):

@@ -31,7 +31,9 @@ class GatherMessages(Command):
 
 
 @dataclass(frozen=True)
-class CountSegments(Command):
+class CountOpenFiles(Command):
+    """Command that returns each rank's numbers of segments and of open file descriptors."""
+
     def run(self, rank):
         return rank.all_gather((len(rank.segments), len(os.listdir("/proc/self/fd"))))
 
@@ -79,19 +81,19 @@ class Hold(Command):
 class RecordRun(Command):
     """Command that records its run and its end on each rank, and fails on the rank `failing_rank`.
 
-    With `early` the other ranks record the effect before the barrier, and so before the failure.
+    With `records_before_barrier` the other ranks record the effect before the failure for certain.
     """
 
     label: str
     failing_rank: int = -1
-    early: bool = False
+    records_before_barrier: bool = False
     effect: str = "It was noted"
 
     def run(self, rank, records_effect=True):
         notes = rank.objects.setdefault("notes", [])
         notes.append(self.label)
         rank.finish_callbacks.append(lambda: notes.append(f"{self.label} finished"))
-        if self.early and rank.number != self.failing_rank:
+        if self.records_before_barrier and rank.number != self.failing_rank:
             rank.record_effect()
         rank.barrier()
         if rank.number == self.failing_rank:
@@ -103,6 +105,8 @@ class RecordRun(Command):
 
 @dataclass(frozen=True)
 class CollectRecords(Command):
+    """Command that returns the records of `RecordRun` of each rank, and removes them."""
+
     def run(self, rank):
         return rank.all_gather(rank.objects.pop("notes", []))
 

@@ -1,19 +1,17 @@
-"""Recorders' files and plots, and schedules of learning rates."""
+"""Recorders' files and plots."""
 
 import csv
 import itertools
 import math
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from synkhronos.training import CheckpointFolder, Recorder, TensorBoard, schedules
+from synkhronos.training import CheckpointFolder, Recorder, TensorBoard
 from synkhronos.training.monitoring import show_command
 from synkhronos.training.monitoring.recorder import read_records
-from synkhronos.training.schedules import get_state, reset_best, set_state
 
 
 def write_records(folder, n=4):
@@ -203,45 +201,3 @@ def test_recorder_writes_tensorboard_files(tmp_path):
         content = content[16 + length :]
     numbers = {"loss": 0.5, "validation/error": 0.25, "seen": 10.0, "lr": 0.125}
     assert written == {"purged from": 5, **{(name, 10): value for name, value in numbers.items()}}
-
-
-def test_schedules_can_be_combined():
-    schedule = schedules.warmup(schedules.scaled(schedules.plateau(0.1, 0.5, 2), 4), epochs=2, start=0.5)
-    assert [schedule(e) for e in (0, 1, 2, 3)] == pytest.approx([0.2, 0.3, 0.4, 0.4])
-    for value in (1.0, 1.1, 1.2):
-        schedule.observe(value)
-    assert schedule(3) == pytest.approx(0.2)
-    other = schedules.warmup(schedules.scaled(schedules.plateau(0.1, 0.5, 2), 4), epochs=2, start=0.5)
-    set_state(other, get_state(schedule))
-    for restored in (schedule, other):
-        restored.observe(5.0)
-        restored.observe(5.0)
-    assert other(3) == schedule(3) == pytest.approx(0.1)
-    reset_best(other)
-    assert get_state(other) == {"made": ["plateau", 0.1], "rate": pytest.approx(0.025), "since": 0}
-    other.observe(0.5)
-    set_state(other, get_state(schedules.plateau(0.1, 0.5, 2)))  # of a checkpoint before the first value
-    assert get_state(other) == {"made": ["plateau", 0.1], "rate": 0.1, "since": 0}
-    user_schedule = SimpleNamespace(best=-math.inf, observe=None)  # a metric for which more is better
-    reset_best(SimpleNamespace(schedule=user_schedule))
-    assert user_schedule.best == -math.inf
-    # A schedule of the epoch has no state, and ignores states of others.
-    for old in (schedules.constant(0.1), schedules.steps(0.1, {5: 0.1}), schedules.warmup(0.1, 5), schedule):
-        # So does a schedule of another kind, or one with another initial rate.
-        user_schedule = SimpleNamespace(rate=3.0, observe=None)
-        for new in (
-            schedules.constant(0.01),
-            schedules.warmup(schedules.cosine(0.01, 9), 5),
-            schedules.plateau(0.01, 0.5, 2),
-            user_schedule,
-        ):
-            before = repr(new)
-            set_state(new, get_state(old))
-            assert repr(new) == before
-    for wrong in (
-        lambda: schedules.steps(-1, {}),
-        lambda: schedules.cosine(0.1, 0),
-        lambda: schedules.steps(1, {2: 0}),
-    ):
-        with pytest.raises(ValueError, match="expected a positive number"):
-            wrong()

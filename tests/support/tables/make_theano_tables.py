@@ -1,11 +1,11 @@
-"""Write a table of results of Theano 1.0.5, for tests/compat_theano and tests/lasagne_demos to compare with.
+"""Write a table of results of Theano 1.0.5, for tests/compat and tests/lasagne_demos to compare with.
 
     THEANO_FLAGS=blas.ldflags= PYTHONPATH=. python tests/support/tables/make_theano_tables.py TABLE
 
 Run it in the Theano environment.  The tables are:
 
-``cases``     results of ``compat_theano/cases.py``: outputs, and the gradients of a weighted sum of them
-``programs``  losses of the first steps of ``compat_theano/programs``, in float32 and Theano's default mode
+``cases``     results of ``compat/cases.py``: outputs, and the gradients of a weighted sum of them
+``programs``  losses of the first steps of ``compat/programs``, in float32 and Theano's default mode
 ``zoo``       losses of the first steps and a validation of the networks of ``lasagne_demos/zoo_cases.py``, in that mode
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 TESTS = Path(__file__).resolve().parents[2]
-COMPAT, LASAGNE = TESTS / "compat_theano", TESTS / "lasagne_demos"
+COMPAT, LASAGNE = TESTS / "compat", TESTS / "lasagne_demos"
 sys.path[:0] = [str(COMPAT), str(LASAGNE)]
 
 import synkhronos.compat  # noqa: E402 - before Theano, which it prepares

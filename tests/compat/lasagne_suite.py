@@ -1,6 +1,6 @@
 """Run Lasagne 0.1's own tests, from its source package, on the ``theano`` of this environment.
 
-    python tests/compat_theano/lasagne_suite.py
+    python tests/compat/lasagne_suite.py
 
 prints the outcome of each test as JSON.  The tests are neither copied into this repository nor changed: pip downloads
 the package, and what is older than today's pytest is put around them: ``mock``, which is in the standard library now,

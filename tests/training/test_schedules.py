@@ -1,0 +1,77 @@
+"""Schedules of learning rates, and their states in checkpoints."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from synkhronos.training import schedules
+from synkhronos.training.schedules import get_state, reset_best, set_state
+
+
+def make_schedule():
+    return schedules.warmup(schedules.scaled(schedules.plateau(0.1, 0.5, 2), 4), epochs=2, start=0.5)
+
+
+def test_schedules_can_be_combined():
+    schedule = make_schedule()
+    assert [schedule(e) for e in (0, 1, 2, 3)] == pytest.approx([0.2, 0.3, 0.4, 0.4])
+    for value in (1.0, 1.1, 1.2):
+        schedule.observe(value)
+    assert schedule(3) == pytest.approx(0.2)
+
+
+def test_restored_schedule_continues_alike():
+    schedule, other = make_schedule(), make_schedule()
+    for value in (1.0, 1.1, 1.2):
+        schedule.observe(value)
+    set_state(other, get_state(schedule))
+    for restored in (schedule, other):
+        restored.observe(5.0)
+        restored.observe(5.0)
+    assert other(3) == schedule(3) == pytest.approx(0.1)
+
+
+def test_reset_best_keeps_the_rate():
+    schedule = make_schedule()
+    for value in (1.0, 1.1, 1.2):
+        schedule.observe(value)
+    reset_best(schedule)
+    assert get_state(schedule) == {"made": ["plateau", 0.1], "rate": pytest.approx(0.05), "since": 0}
+    user_schedule = SimpleNamespace(best=-math.inf, observe=None)  # a metric for which more is better
+    reset_best(SimpleNamespace(schedule=user_schedule))
+    assert user_schedule.best == -math.inf
+
+
+def test_state_without_a_value_replaces_a_later_one():
+    schedule = make_schedule()
+    schedule.observe(0.5)
+    set_state(schedule, get_state(schedules.plateau(0.1, 0.5, 2)))  # of a checkpoint before the first value
+    assert get_state(schedule) == {"made": ["plateau", 0.1], "rate": 0.1, "since": 0}
+
+
+# A schedule of the epoch has no state.
+@pytest.mark.parametrize(
+    "old", [schedules.constant(0.1), schedules.steps(0.1, {5: 0.1}), schedules.warmup(0.1, 5), make_schedule()]
+)
+def test_schedule_ignores_states_of_others(old):
+    # The last two are a schedule of another kind, and one with another initial rate.
+    for new in (
+        schedules.constant(0.01),
+        schedules.warmup(schedules.cosine(0.01, 9), 5),
+        SimpleNamespace(rate=3.0, observe=None),
+        schedules.plateau(0.01, 0.5, 2),
+    ):
+        before = repr(new)
+        set_state(new, get_state(old))
+        assert repr(new) == before
+
+
+def test_schedules_refuse_wrong_numbers():
+    for wrong in (
+        lambda: schedules.steps(-1, {}),
+        lambda: schedules.cosine(0.1, 0),
+        lambda: schedules.steps(1, {2: 0}),
+    ):
+        with pytest.raises(ValueError, match="expected a positive number"):
+            wrong()
