@@ -62,7 +62,7 @@ def start_run(
         if value not in (None, ""):  # an empty value is left to the environment
             merged[name] = value
     script = sys.argv[0] if sys.argv and os.path.exists(sys.argv[0]) else None
-    resolved = resolve_settings([merged, read_environment(os.environ)], source_path=script)
+    resolved = resolve_settings([read_environment(os.environ), merged], source_path=script)
     open_standard_streams()
     lock = create_and_lock_run_folder(resolved, [sys.executable, *sys.argv])
     with contextlib.suppress(OSError, ValueError):  # the disk is full, or the stream is closed

@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> int:
 
 def check_class(model: str, overrides: Mapping[str, Any] | None = None) -> int:
     """Check the class ``FILE:CLASS`` with further settings, and print its problems; return 1 if there are any, or 0."""
-    settings = resolve_settings([{"model": model, "devices": "cpu"}, overrides or {}])
+    settings = resolve_settings([overrides or {}, {"model": model, "devices": "cpu"}])
     import_theano_before_fork(use_gpu=False)
     with tempfile.TemporaryDirectory() as folder:
         check, name = _ModelCheck(settings, Path(folder)), settings.modelclass

@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
             options = {"DEVICES": os.environ["DEVICES"], **options}
         with convert_to_settings_error():
             option_table = theano_mpi_session.to_settings(options)
-        sources = [read_environment(os.environ), merge_tables([option_table, session_table])]
+        sources = [merge_tables([option_table, session_table]), read_environment(os.environ)]
         command = [sys.executable, "-m", "synkhronos.launcher.tmlauncher", *arguments]
         return run_training(resolve_settings(sources, config), command)
     except SettingsError as error:

@@ -28,9 +28,9 @@ def main(arguments: list[str]) -> int:
     options = _make_parser().parse_args(arguments)
     flag_settings = {name: getattr(options, name) for name in _SETTINGS if getattr(options, name) is not None}
     try:
-        sources = [merge_tables([parse_set_options(options.set), flag_settings]), read_environment(os.environ)]
-        if options.session is not None:
-            sources.append(read_session_file(options.session))
+        session_settings = {} if options.session is None else read_session_file(options.session)
+        command_line_settings = merge_tables([parse_set_options(options.set), flag_settings])
+        sources = [session_settings, read_environment(os.environ), command_line_settings]
         settings = resolve_settings(sources, options.session)
         if not options.dry_run:
             return run_training(settings, [sys.executable, "-m", "synkhronos", "train", *arguments])

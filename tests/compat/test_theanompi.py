@@ -154,7 +154,7 @@ def test_class_attributes_of_rules_become_settings(tmp_path, monkeypatch):
 
     # The division by zero ends `init` as soon as the settings are recorded.
     monkeypatch.setattr(
-        background_run, "resolve_settings", lambda sources, source_path: requested.append(sources[0]) or 1 / 0
+        background_run, "resolve_settings", lambda sources, source_path: requested.append(sources[-1]) or 1 / 0
     )
     for rule_class, options in (
         (BSP, {"rule": "BSP", "rule_options": {"average": "gradient"}}),

@@ -51,7 +51,7 @@ def train_session(session, folder, *sets, **environment):
 @pytest.mark.parametrize("session", SESSIONS, ids=lambda path: path.stem)
 def test_sessions_of_the_zoo_are_valid(session, tmp_path):
     settings = resolve_settings(
-        [{"devices": "cpu", "folder": str(tmp_path)}, read_session_file(session)], source_path=session
+        [read_session_file(session), {"devices": "cpu", "folder": str(tmp_path)}], source_path=session
     )
     assert settings.modelclass in NETWORKS
     assert settings.modelfile == NETWORKS[settings.modelclass][0] and Path(settings.pythonpath) == DEMOS / "zoo"

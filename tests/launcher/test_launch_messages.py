@@ -357,15 +357,15 @@ def test_command_line_precedes_environment_and_file(tmp_path, monkeypatch):
         parse_set_option("rule_options.period=2"),
         parse_set_option("config.name=a b"),
     ]
-    resolved = resolve_settings([*command_line, environment, file])
+    resolved = resolve_settings([file, environment, *command_line])
     assert (resolved.epochs, resolved.seed, resolved.modelclass, resolved.devices) == (9, 6, "RenamedMLP", ("cpu",) * 3)
     assert resolved.rule_options == {"period": 2, "beta": 0.5} and resolved.config == {"depth": 3, "name": "a b"}
     assert vars(resolved.make_exchange_rule())["period"] == 2
-    assert resolve_settings([{"ranks": 2}, file]).devices == ("cpu", "cpu")
-    assert resolve_settings([{"devices": "cpu"}, {"ranks": 4}, file]).devices == ("cpu",)
-    assert resolve_settings([{"modelfile": "launch_models.mlp", "modelclass": "MLP"}, file]).modelclass == "MLP"
+    assert resolve_settings([file, {"ranks": 2}]).devices == ("cpu", "cpu")
+    assert resolve_settings([file, {"ranks": 4}, {"devices": "cpu"}]).devices == ("cpu",)
+    assert resolve_settings([file, {"modelfile": "launch_models.mlp", "modelclass": "MLP"}]).modelclass == "MLP"
     with raises(SettingsError, "modelclass"):  # the file's class stays
-        resolve_settings([{"modelfile": "launch_models.mlp"}, file])
+        resolve_settings([file, {"modelfile": "launch_models.mlp"}])
 
 
 def test_command_line_order_does_not_matter():
@@ -485,6 +485,6 @@ def test_options_are_checked_with_their_rule(tmp_path, monkeypatch):
         (["rule=easgd"], {"period": 10, "beta": 0.5}),
         (["rule_options.period=3"], {"period": 3, "beta": 0.5}),
     ):
-        assert resolve_settings([merge_tables(map(parse_set_option, sets)), file]).rule_options == options
+        assert resolve_settings([file, merge_tables(map(parse_set_option, sets))]).rule_options == options
     without = {**MODEL, "folder": str(tmp_path), "rule_options": {"period": 4}}
-    assert resolve_settings([parse_set_option("rule=LocalSGD"), without]).rule_options == {"period": 4}
+    assert resolve_settings([without, parse_set_option("rule=LocalSGD")]).rule_options == {"period": 4}

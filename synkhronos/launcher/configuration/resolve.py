@@ -47,9 +47,9 @@ _RESULT_FILES = ("rank-*.jsonl", "reports.jsonl", "params.npz", "checkpoints")
 def resolve_settings(
     sources: Sequence[Mapping[str, Any]], source_path: str | os.PathLike[str] | None = None
 ) -> Settings:
-    """Merge and check the settings of the command line, the environment and the session file.
+    """Merge and check the settings of the session file, the environment and the command line.
 
-    The command line overrides the environment; `merge_sources` has the rules.  The folder of ``source_path``, a session
+    The last overrides the others; `merge_sources` has the rules.  The folder of ``source_path``, a session
     file or script, is also searched for the model file.  Raise SettingsError if a setting is missing or wrong; the
     message begins with its name.
     """

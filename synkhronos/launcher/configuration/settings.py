@@ -49,7 +49,8 @@ class Settings:
     A new setting also needs a parser in `resolve._PARSERS`, without which its value is ignored, and a row in the table.
     """
 
-    #: Name under which Python imports the module with the model class, such as ``"models.mlp"``.
+    #: Name under which Python imports the module with the model class, such as ``"models.mlp"``, even if the user's
+    #: setting is a path.
     modelfile: str
     modelclass: str
     #: Folder to which the module's name is relative; ranks put it first in `sys.path`.
@@ -71,17 +72,19 @@ class Settings:
     config: dict[str, Any] = field(default_factory=dict)
     #: Values of `MODEL_OPTIONS`, which override attributes of the class.
     model_options: dict[str, Any] = field(default_factory=dict)
-    #: Number of a rank's steps between two lines of its record.
+    #: Interval between two lines of a rank's record, in steps.
     every: int = 40
-    #: Number of epochs between two checkpoints; 0: no checkpoints.
+    #: Interval between checkpoints in epochs; 0: no checkpoints.
     checkpoint: int = 0
     #: Number of checkpoints that are kept.
     keep: int = 3
     #: Seconds that ranks have to write a checkpoint after a scheduler's signal.  With 0, ranks are killed at once.
     grace: float = 30.0
+    #: Number of times that the ranks are started again after a failure.
     restarts: int = 0
     #: Reaction to the death of a process: ``"stop"``, or ``"continue"`` from a memory checkpoint.
     on_death: str = "stop"
+    #: Number of deaths after which ``on_death="continue"`` goes on.
     max_deaths: int = 100
     #: Number of epochs without an improvement after which the run stops; None without early stopping.
     patience: int | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,15 +99,15 @@ def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     return settings
 
 
-def merge_sources(sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge settings of several sources.  Earlier sources override later ones.
+def merge_sources(sources: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge settings of several sources.  Later sources override earlier ones, as in `merge_tables`.
 
-    If an earlier source names another rule, the options of a later source's rule are dropped.  If an earlier source
-    names devices, a later source's number of ranks is dropped.  If it has a number of ranks, a later source's GPUs are
+    If a later source names another rule, the options of an earlier source's rule are dropped.  If a later source names
+    devices, an earlier source's number of ranks is dropped.  If it has a number of ranks, an earlier source's GPUs are
     dropped, but not the device ``cpu``.
     """
     merged: dict[str, Any] = {}
-    for source in map(_split_model, reversed(sources)):
+    for source in map(_split_model, sources):
         rule = merged.get("rule")
         if rule is not None and "rule" in source and str(source["rule"]).lower() != str(rule).lower():
             merged.pop("rule_options", None)  # options of another rule

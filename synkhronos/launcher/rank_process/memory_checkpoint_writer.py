@@ -28,10 +28,10 @@ class MemoryCheckpointWriter:
         """Schedule the next memory checkpoint.  So far, ``batch`` batches of the epoch are trained on."""
         self.due_batch = batch + self._interval_batches
 
-    def write(self, metrics: Mapping[str, float] | None) -> None:
+    def write(self, epoch_metrics: Mapping[str, float] | None) -> None:
         """Write the state of all ranks.  All ranks must call this.
 
-        ``metrics`` are the metrics of the epoch that has just ended; None within an epoch.  No message between ranks
+        ``epoch_metrics`` are those of the epoch that has just ended; None within an epoch.  No message between ranks
         may be pending.  Within an epoch the ranks have the consensus parameters while the state is written.  Before and
         afterwards each rank has its own parameters.
         """
@@ -39,16 +39,16 @@ class MemoryCheckpointWriter:
         state.context.barrier("the memory checkpoint is due")
         if state.context.number == 0 and self._checkpoints is None:
             self._checkpoints = CheckpointFolder(self._folder, keep=1)
-        if metrics is None:
+        if epoch_metrics is None:
             state.recorder.write_line()  # after a death, the next line starts from this checkpoint
             state.set_params_to_consensus()
         try:
-            state.save(metrics, self._checkpoints)
+            state.save(epoch_metrics, self._checkpoints)
         except OSError as error:
             error.add_note("on_death = 'continue' writes the state of all ranks into /dev/shm: give it more memory")
             raise
         finally:
-            if metrics is None:
+            if epoch_metrics is None:
                 state.restore_own_params()
         self._schedule_next(write_start, state.position["batch"])
 
