@@ -85,7 +85,7 @@ def measure_empty_function(hosts: list[str], turns: int, calls: int) -> None:
     print_criterion("an empty function, more than on one host", 1e3 * (several_hosts - one_host), " ms more", at_most=1)
 
 
-def make_mpirun_command(hosts: list[str], python: str, script: str, *arguments: str) -> list[str]:
+def make_mpirun_argv(hosts: list[str], python: str, script: str, *arguments: str) -> list[str]:
     """Return the command line that starts one process for each rank, on the rank's host."""
     installed = Path(sys.executable).with_name("mpirun")
     launcher = str(installed) if installed.exists() else "mpirun"
@@ -101,13 +101,13 @@ def count_ranks(hosts: list[str]) -> int:
 
 def measure_reduction(hosts: list[str], sizes: list[int], rounds: int, torch_python: str) -> None:
     """Time all_reduce of Synkhronos and of other libraries."""
-    libraries = {"MPI": ReferenceProcesses(make_mpirun_command(hosts, sys.executable, "_mpi.py"))}
+    libraries = {"MPI": ReferenceProcesses(make_mpirun_argv(hosts, sys.executable, "_mpi.py"))}
     has_torch = not subprocess.run([torch_python, "-c", "import torch"], capture_output=True, check=False).returncode
     if has_torch:
         # Each host has a TMPDIR of its own, but all have this folder.
         rendezvous = str(Path(tempfile.mkdtemp(dir=HERE)) / "rendezvous")
         libraries["gloo"] = ReferenceProcesses(
-            make_mpirun_command(hosts, torch_python, "_gloo.py", str(count_ranks(hosts)), rendezvous)
+            make_mpirun_argv(hosts, torch_python, "_gloo.py", str(count_ranks(hosts)), rendezvous)
         )
     for name in ("MPI", "gloo"):
         print(f"{name}: {libraries[name].version if name in libraries else 'left out'}")
@@ -147,7 +147,7 @@ def measure_reduction(hosts: list[str], sizes: list[int], rounds: int, torch_pyt
 def measure_exchanges(hosts: list[str], rounds: int) -> None:
     """Time an elastic exchange of a rank on the centre's host and of one on another, and MPI's messages."""
     library, _ = import_graph_library()
-    mpi = ReferenceProcesses(make_mpirun_command(hosts, sys.executable, "_mpi.py"))
+    mpi = ReferenceProcesses(make_mpirun_argv(hosts, sys.executable, "_mpi.py"))
     print(f"MPI: {mpi.version}")
     with fork_ranks_on(hosts) as count:
         rule, params = exchange_rules.EASGD(), [library.shared(np.ones(exchange.SIZE, np.float32), "w")]

@@ -79,7 +79,7 @@ def _short_lines(paragraph: nodes.paragraph, width: int) -> Iterator[tuple[nodes
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Have Sphinx check each page that it reads."""
+    """Make Sphinx check each page that it reads."""
     from sphinx.util import logging
 
     logger = logging.getLogger(__name__)

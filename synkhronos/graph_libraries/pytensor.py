@@ -97,7 +97,7 @@ class PyTensor(GraphLibrary):
         return function.vm.jit_fn.stats.cache_path is not None
 
     def compile_now(self, function: CompiledFunction) -> None:
-        """Have Numba compile the function for the types of the values."""
+        """Make Numba compile the function for the types of the values."""
         from numba import typeof
 
         arguments = tuple([storage[0] for storage in function.vm.inputs])

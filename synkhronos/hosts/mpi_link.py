@@ -111,7 +111,7 @@ class MpiLink(Link):
             # the agents.
             with defer_signals(), _block_job_signals():
                 self._mpirun = subprocess.Popen(
-                    mpirun.make_mpirun_command(self.host_names, address),
+                    mpirun.make_mpirun_argv(self.host_names, address),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,

@@ -13,28 +13,38 @@ from pathlib import Path
 
 #: Signal by which an agent kills itself after an error of MPI; no other process sends it.
 _MPI_ERROR_SIGNAL = int(signal.SIGUSR2)
+#: Main program of an agent.  An agent that fails kills itself: mpirun may ignore an exit code, and the other agents
+#: would wait.  The hook is not part of a module, since it also handles the failure to import this package.  Most errors
+#: of MPI are caused by the failure of another host, so they have their own signal (see `find_lost_hosts`).
+_AGENT_PROGRAM = """
+import os, signal, sys
+
+def kill_agent(error_class, error, traceback):
+    sys.__excepthook__(error_class, error, traceback)
+    signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2])
+    os.kill(os.getpid(), signal.SIGUSR2 if error_class.__module__ == "mpi4py.MPI" else signal.SIGKILL)
+
+sys.excepthook = kill_agent
+_, package_folder, address = sys.argv
+sys.path.insert(0, package_folder)
+from synkhronos.hosts.agent_main import main
+main(address)
+"""
 
 
-def make_agent_command(address: str) -> list[str]:
+def make_agent_argv(address: str) -> list[str]:
     """Return the command line of an agent."""
-    package = str(Path(__file__).resolve().parents[2])
-    # An agent that fails kills itself: mpirun may ignore an exit code, and the other agents would wait.  Most
-    # errors of MPI are caused by the failure of another host, so they have their own signal (see `find_lost_hosts`).
-    number = _MPI_ERROR_SIGNAL
-    code = "import os, signal, sys; sys.excepthook = lambda kind, *error: (sys.__excepthook__(kind, *error), "
-    code += f"signal.signal({number}, signal.SIG_DFL), signal.pthread_sigmask(signal.SIG_UNBLOCK, [{number}]), "
-    code += f"os.kill(os.getpid(), {number} if kind.__module__ == 'mpi4py.MPI' else {int(signal.SIGKILL)})); "
-    code += f"sys.path.insert(0, {package!r}); from synkhronos.hosts.agent_main import main; main({address!r})"
-    return [sys.executable, "-c", code]
+    return [sys.executable, "-c", _AGENT_PROGRAM, str(Path(__file__).resolve().parents[2]), address]
 
 
-def make_mpirun_command(names: Sequence[str], address: str) -> list[str]:
+def make_mpirun_argv(names: Sequence[str], address: str) -> list[str]:
     """Return the command line that starts an agent on each host."""
     mpirun = find_mpirun()
     version = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
     options = ["-hosts"] if "HYDRA" in version.upper() else ["--bind-to", "none", "-H"]  # MPICH, or Open MPI
     host_list = ",".join(f"{name}:1" for name in names)
-    return [mpirun, *options, host_list, "-n", str(len(names)), *make_agent_command(address)]
+    return [mpirun, *options, host_list, "-n", str(len(names)), *make_agent_argv(address)]
 
 
 def find_mpirun() -> str:

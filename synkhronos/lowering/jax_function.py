@@ -70,8 +70,11 @@ class JaxFunction:
         values = [*inputs, *[storage[0] for storage in self.storages]]
         return () if self.length_graph is None else self.length_graph.compute_lengths(values)
 
-    def raise_with_graph_context(self) -> None:
-        """Raise the current exception again, with PyTensor's description of the node that raised it."""
+    def raise_with_output_node(self) -> None:
+        """Raise the current exception again, with PyTensor's description of the node that computes the first output.
+
+        The node that raised it is unknown.  Return if the graph computes no output.
+        """
         from pytensor.link.utils import raise_with_op
 
         node = next((output.owner for output in self._graph.outputs if output.owner is not None), None)

@@ -64,7 +64,11 @@ class ForkServer:
         self._receive()
 
     def start_worker(
-        self, control: ControlMemory, control_file: io.FileIO, channel: socket.socket, *arguments: int
+        self,
+        control: ControlMemory,
+        control_file: io.FileIO,
+        channel: socket.socket,
+        arguments: worker_main.WorkerArguments,
     ) -> int:
         """Start a worker like `worker_main.spawn_worker`, and return its process id."""
         request = json.dumps([worker_main.describe_control_memory(control), arguments]).encode()
@@ -122,5 +126,4 @@ def _run_worker(
         os._exit(1)
     channel.send(str(os.getpid()).encode())
     channel.close()
-    layout, arguments = json.loads(request)
-    worker_main.run_with_inherited_files(fds, layout, (True, *arguments))
+    worker_main.run_with_inherited_files(fds, *json.loads(request))

@@ -38,7 +38,7 @@ class ProcessGroup:
         self.channels, self.pids = self._workers.channels, self._workers.pids
 
     def start(self, profile: bool, master: Rank, newest_key: int) -> None:
-        """Start all workers.  Signals must be deferred.  For the parameters see `worker_main.main`."""
+        """Start all workers.  Signals must be deferred.  For the parameters see `WorkerProcesses.start`."""
         self._workers.start(profile, master, newest_key)
         agent = self.link.start_remote_workers(self.control, self._control_file, self.master_rank, profile)
         if agent is not None:

@@ -13,9 +13,9 @@ import socket
 import stat
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from synkhronos.containers import BoundedCache
 from synkhronos.ranks.child_process import JOB_SIGNALS, exit_with_parent, spawn
@@ -41,28 +41,36 @@ class Exit(Command):
         pass
 
 
+class WorkerArguments(NamedTuple):
+    """Arguments of a worker, which JSON can represent.
+
+    ``master_pid`` is the process that starts the worker: the master, or the agent of another host.  It does so in its
+    main thread if ``from_main_thread`` is True.  With ``profile`` the worker writes a profile at its end.
+    """
+
+    rank: int
+    master_rank: int
+    profile: bool
+    master_pid: int
+    from_main_thread: bool
+
+
 def main(
     control: ControlMemory,
     segment_channel: socket.socket,
-    from_main_thread: bool,
-    rank_number: int,
-    master_rank: int,
-    profile: bool,
-    master_pid: int,
+    arguments: WorkerArguments,
     master: Rank | None = None,
     newest_key: int = 0,
 ) -> NoReturn:
     """Run the master's commands until `Exit`, and exit.
 
     The forked process calls this function on top of the master's stack.  It must therefore not return, nor run the exit
-    handlers that the master has registered.  Segments arrive over ``segment_channel``.  ``from_main_thread`` is
-    whether the master forked in its main thread.  If the master has already exited, ``master_pid`` is not this
-    process's parent.  A fork inherits the segments, the newest of key ``newest_key``, and the replicated objects of the
-    rank ``master``.
+    handlers that the master has registered.  Segments arrive over ``segment_channel``.  A fork inherits the segments,
+    the newest of key ``newest_key``, and the replicated objects of the rank ``master``.
     """
-    code = 1
+    code, master_pid = 1, arguments.master_pid
     try:
-        exit_with_parent(master_pid, from_main_thread)
+        exit_with_parent(master_pid, arguments.from_main_thread)  # it also exits if the master has already exited
         _detach_from_master(segment_channel, master_pid)
 
         def exit_without_master() -> None:
@@ -70,13 +78,13 @@ def main(
                 os._exit(1)
 
         thread_limit = ThreadLimit(len(control.local_ranks), sets_environment=True)
-        rank = Rank(rank_number, master_rank, control, exit_without_master, thread_limit)
+        rank = Rank(arguments.rank, arguments.master_rank, control, exit_without_master, thread_limit)
         if master is not None:
             rank.inherit_from(master)
-        if profile:
+        if arguments.profile:
             profiler = cProfile.Profile()
             profiler.runcall(run_commands, rank, segment_channel, newest_key)
-            profiler.dump_stats(f"synkhronos_rank{rank_number}_{os.getpid()}.prof")
+            profiler.dump_stats(f"synkhronos_rank{arguments.rank}_{os.getpid()}.prof")
         else:
             run_commands(rank, segment_channel, newest_key)
         code = 0
@@ -90,23 +98,27 @@ def main(
             os._exit(code)
 
 
-def describe_control_memory(control: ControlMemory) -> tuple[float, ...]:
-    """Return the numbers with which another process maps a control memory, for `run_with_inherited_files`."""
-    ranks = control.local_ranks
-    return control.size, control.spin_seconds, ranks.start, ranks.stop, len(control.link_memory)
+def describe_control_memory(control: ControlMemory) -> dict[str, Any]:
+    """Return arguments of `ControlMemory` for another process, as values that JSON can represent."""
+    return {
+        "size": control.size,
+        "spin_seconds": control.spin_seconds,
+        "local_ranks": (control.local_ranks.start, control.local_ranks.stop),
+        "link_nbytes": len(control.link_memory),
+    }
 
 
 def spawn_worker(
-    control: ControlMemory, control_file: io.FileIO, channel: socket.socket, from_main_thread: bool, *arguments: int
+    control: ControlMemory, control_file: io.FileIO, channel: socket.socket, arguments: WorkerArguments
 ) -> int:
     """Start a worker as a new process, which calls `main` with ``arguments``.  Return its process id.
 
     The process inherits the environment, `sys.path`, the file of the control memory and the channel.
     """
     files = control_file.fileno(), channel.fileno()
-    own_arguments = [files, describe_control_memory(control), [from_main_thread, *arguments]]
+    content = [files, describe_control_memory(control), arguments]
     return spawn(
-        "synkhronos.ranks.worker_main", "run_spawned_worker", own_arguments, files, from_main_thread, os.environ
+        "synkhronos.ranks.worker_main", "run_spawned_worker", content, files, arguments.from_main_thread, os.environ
     )
 
 
@@ -115,16 +127,16 @@ def run_spawned_worker() -> NoReturn:
     run_with_inherited_files(*json.loads(sys.argv[2]))
 
 
-def run_with_inherited_files(fds: Sequence[int], layout: Sequence[Any], arguments: Sequence[Any]) -> NoReturn:
+def run_with_inherited_files(fds: Sequence[int], memory: Mapping[str, Any], arguments: Sequence[Any]) -> NoReturn:
     """Call `main` with the control memory and the channel whose open files this process has inherited.
 
-    ``layout`` is the result of `describe_control_memory`.
+    ``memory`` is the result of `describe_control_memory`.  ``arguments`` are the fields of `WorkerArguments`.
     """
     control_fd, channel_fd = fds
-    size, spin_seconds, first_rank, end_rank, link_nbytes = layout
-    control = ControlMemory(size, spin_seconds, control_fd, True, range(first_rank, end_rank), link_nbytes)
+    local_ranks = range(*memory["local_ranks"])
+    control = ControlMemory(**{**memory, "local_ranks": local_ranks}, fd=control_fd, is_initialized=True)
     os.close(control_fd)
-    main(control, socket.socket(fileno=channel_fd), *arguments)
+    main(control, socket.socket(fileno=channel_fd), WorkerArguments(*arguments))
 
 
 def run_commands(rank: Rank, channel: socket.socket, newest_key: int) -> None:

@@ -44,7 +44,7 @@ class WorkerProcesses:
         """Start all workers.
 
         Signals must be deferred: an exception could leave a child unrecorded, or let it continue as a second master.
-        For the parameters see `worker_main.main`.
+        For the parameters see `worker_main`.
         """
         for rank in self._control.local_ranks:
             if rank != self._master_rank:
@@ -60,7 +60,7 @@ class WorkerProcesses:
             if stream is not None:
                 stream.flush()  # otherwise the child would also write the buffered output
         from_main_thread = threading.current_thread() is threading.main_thread()
-        arguments = from_main_thread, rank, self._master_rank, profile, os.getpid()
+        arguments = worker_main.WorkerArguments(rank, self._master_rank, profile, os.getpid(), from_main_thread)
         with worker_end, warnings.catch_warnings():
             # Python and JAX warn of forking beside threads: a lock that one of them holds stays locked in the child.
             # The worker acquires no lock of the master: it opens its own streams, never runs the master's exit
@@ -68,11 +68,11 @@ class WorkerProcesses:
             # A fork goes on ignoring warnings, as each rank would print the same ones.
             warnings.simplefilter("ignore")
             if self._control_file is not None and self._fork_server is not None:
-                pid = self._fork_server.start_worker(self._control, self._control_file, worker_end, *arguments[1:])
+                pid = self._fork_server.start_worker(self._control, self._control_file, worker_end, arguments)
             elif self._control_file is not None:
-                pid = worker_main.spawn_worker(self._control, self._control_file, worker_end, *arguments)
+                pid = worker_main.spawn_worker(self._control, self._control_file, worker_end, arguments)
             elif not (pid := os.fork()):
-                worker_main.main(self._control, worker_end, *arguments, master, newest_key)
+                worker_main.main(self._control, worker_end, arguments, master, newest_key)
         self.pids[rank] = pid
 
     def find_unstarted_rank(self) -> int | None:

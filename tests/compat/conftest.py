@@ -1,4 +1,4 @@
-"""Has PyTensor, or Theano's own module, answer to ``import theano`` before any test imports it."""
+"""Make ``import theano`` return PyTensor, or Theano's own module, before any test imports it."""
 
 import importlib.util
 import os

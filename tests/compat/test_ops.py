@@ -37,7 +37,7 @@ COMPILED = ["NUMBA", "JAX"]
 
 @pytest.fixture(autouse=True)
 def reset_generator():
-    """Have each test draw the same numbers, whichever tests ran before."""
+    """Reset the random generator, so that the numbers of a test do not depend on earlier tests."""
     RNG.bit_generator.state = INITIAL_STATE
 
 

@@ -115,7 +115,7 @@ def test_postlocal_is_bsp_up_to_its_start(n_ranks):
 @pytest.mark.parametrize("period", [1, 4])
 @pytest.mark.parametrize("beta", [0.3, 1.0])
 def test_easgd_synchronous_equals_its_formula(n_ranks, period, beta):
-    expected, centre = oracle.elastic(*make_oracle_arguments(n_ranks), period, beta)
+    expected, centre = oracle.elastic(*make_oracle_arguments(n_ranks), oracle.make_schedule(period), beta)
     trace, report, states, _ = train(exchange_rules.EASGD(beta, period, asynchronous=False))
     np.testing.assert_allclose(trace, expected, **CLOSE)
     np.testing.assert_allclose(report, centre, **CLOSE)
@@ -123,18 +123,21 @@ def test_easgd_synchronous_equals_its_formula(n_ranks, period, beta):
 
 @pytest.mark.parametrize("period", [1, 3])
 def test_downpour_synchronous_equals_its_formula(n_ranks, period):
+    expected = oracle.downpour(*make_oracle_arguments(n_ranks), oracle.make_schedule(period))
     trace = train(exchange_rules.Downpour(period, period, asynchronous=False), eta=ETA)[0]
-    np.testing.assert_allclose(trace, oracle.downpour(*make_oracle_arguments(n_ranks), period), **CLOSE)
+    np.testing.assert_allclose(trace, expected, **CLOSE)
 
 
 def test_slowmo_equals_its_formula(n_ranks):
+    expected = oracle.slow_momentum(*make_oracle_arguments(n_ranks), oracle.make_schedule(4), lr=0.8, momentum=0.6)
     trace = train(exchange_rules.SlowMo(4, lr=0.8, momentum=0.6))[0]
-    np.testing.assert_allclose(trace, oracle.slow_momentum(*make_oracle_arguments(n_ranks), 4, 0.8, 0.6), **CLOSE)
+    np.testing.assert_allclose(trace, expected, **CLOSE)
 
 
 def test_diloco_equals_its_formula(n_ranks):
+    expected = oracle.outer_nesterov(*make_oracle_arguments(n_ranks), oracle.make_schedule(4), lr=0.7, momentum=0.9)
     trace = train(exchange_rules.DiLoCo(4))[0]
-    np.testing.assert_allclose(trace, oracle.outer_nesterov(*make_oracle_arguments(n_ranks), 4, 0.7, 0.9), **CLOSE)
+    np.testing.assert_allclose(trace, expected, **CLOSE)
 
 
 def test_diloco_and_slowmo_have_other_rules_as_special_cases(n_ranks):

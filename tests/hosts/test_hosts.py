@@ -251,7 +251,7 @@ def test_fork_on_one_host_needs_no_mpirun(monkeypatch):
 
 def test_leftovers_of_mpirun_do_not_block(monkeypatch):
     leaves = ["sh", "-c", "sleep 60 & echo no route to host b >&2; exit 255"]
-    monkeypatch.setattr(mpirun, "make_mpirun_command", lambda names, address: leaves)
+    monkeypatch.setattr(mpirun, "make_mpirun_argv", lambda names, address: leaves)
     with time_limit(), pytest.raises(RuntimeError, match="hosts a, b could not be reached: no route to host b$"):
         synk.fork(hosts=["a", "b"], use_gpu=False)
 
@@ -259,9 +259,7 @@ def test_leftovers_of_mpirun_do_not_block(monkeypatch):
 def test_agent_messages_are_separated_from_mpirun_output(monkeypatch):
     reason = "the first host has to be the machine that calls fork(), and a is not"
     output = f"Traceback:\n  in _connect\nRuntimeError: {reason}\n[proxy:1@b] main (pmip.c:123): demux engine error"
-    monkeypatch.setattr(
-        mpirun, "make_mpirun_command", lambda names, address: ["sh", "-c", f"echo '{output}' >&2; exit 7"]
-    )
+    monkeypatch.setattr(mpirun, "make_mpirun_argv", lambda names, address: ["sh", "-c", f"echo '{output}' >&2; exit 7"])
     with pytest.raises(RuntimeError, match=f"^the hosts a, b could not be reached: {re.escape(reason)}$"):
         synk.fork(hosts=["a", "b"], use_gpu=False)
 
@@ -302,7 +300,7 @@ def test_interrupt_at_any_moment_leaves_no_mpirun(monkeypatch):
     host_programs.end()  # these are children of this process, too
     children = set(list_children(os.getpid()))
     reports = [{"name": name, "n_cores": 1, "n_gpus": 0, "versions": {}} for name in "ab"]
-    monkeypatch.setattr(mpirun, "make_mpirun_command", lambda names, address: ["sleep", "60"])
+    monkeypatch.setattr(mpirun, "make_mpirun_argv", lambda names, address: ["sleep", "60"])
     monkeypatch.setattr(mpi_link.MpiLink, "_accept_agent", lambda self, listener: reports)
     before = sys.gettrace()
 
@@ -319,7 +317,7 @@ def test_interrupt_at_any_moment_leaves_no_mpirun(monkeypatch):
 
 def test_fork_refuses_an_mpirun_of_another_mpi(monkeypatch):
     host_programs.end()  # these are children of this process, too
-    monkeypatch.setattr(mpirun, "make_mpirun_command", lambda names, address: ["sleep", "60"])
+    monkeypatch.setattr(mpirun, "make_mpirun_argv", lambda names, address: ["sleep", "60"])
     monkeypatch.setattr(mpirun, "find_mpirun", lambda: "/opt/mpi/bin/mpirun")
     # The process on the first host, which sees no other MPI process.
     monkeypatch.setattr(
@@ -374,12 +372,12 @@ def test_mpirun_output_names_the_lost_host():
 @pytest.mark.parametrize(("error", "number"), [("mpi4py.MPI.Exception(1)", 12), ("OSError(1)", 9)])
 def test_agent_exit_signal_tells_whether_mpi_failed(error, number):
     pytest.importorskip("mpi4py")
-    (python, _, code) = mpirun.make_agent_command("somewhere")
+    python, option, code, *arguments = mpirun.make_agent_argv("somewhere")
     raises = (
         "import mpi4py.MPI, synkhronos.hosts.agent_main as agent_main\n"
         f"def main(address): raise {error}\nagent_main.main = main\n"
     )
-    done = subprocess.run([python, "-c", raises + code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([python, option, raises + code, *arguments], capture_output=True, text=True, timeout=60)
     assert done.returncode == -number, done
     assert error.split("(")[0].split(".")[-1] in done.stderr
 

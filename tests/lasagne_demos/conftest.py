@@ -1,4 +1,4 @@
-"""Makes the demos' modules importable, and Theano's convolutions fast to test."""
+"""Make the demos' modules importable, and Theano's convolutions fast enough for tests."""
 
 import sys
 from pathlib import Path

@@ -60,7 +60,7 @@ class Recorder:
 
 
 class ZeroRandomState(np.random.RandomState):
-    """Makes weights at once that nobody looks at."""
+    """Random generator that returns zeros, to save time."""
 
     def normal(self, loc=0, scale=1, size=None):
         return np.zeros(size, np.float32)

@@ -144,19 +144,13 @@ def test_max_deaths_ends_a_run(tmp_path):
     assert "SIGKILL" in (tmp_path / "run" / "failure.txt").read_text()
 
 
-@pytest.mark.parametrize(
-    ("description", "logged"),
-    [
-        ("rank 1 did not finish within 9 seconds", "did not finish within 9 seconds"),
-        ("the ranks did not finish within 9 seconds", "ended: the ranks did not finish within 9 seconds"),
-    ],
-)
-def test_a_logged_death_names_its_rank_once(tmp_path, monkeypatch, description, logged):
+def test_session_failure_without_a_death_is_logged(tmp_path, monkeypatch):
     monkeypatch.setattr(master_process, "get_last_session", lambda: None)
+    description = "the ranks did not finish within 9 seconds"
     error = WorkerError(f"{description}; the workers were ended.", 1, description=description)
     master_process._log_death(tmp_path, error, False)
     (death,) = json.loads((tmp_path / "deaths.json").read_text())
-    assert (death["rank"], death["cause"]) == (1, logged)
+    assert (death["rank"], death["host"], death["cause"]) == (1, "", f"ended: {description}")
 
 
 #: Lets the ranks whose numbers are in the variable GONE fail to start in each recovery.

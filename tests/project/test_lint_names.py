@@ -43,6 +43,7 @@ def test_lint_names_accepts_a_clean_file():
         ("Return the weight", "Return what it weighs", ("vague docstring", 5, "Return what")),
         ("Return the weight", "Measure. Returns the same", ("vague docstring", 5, "Returns the same")),
         ("A message", "Say how a message is sent", ("vague docstring", 2, "Say how")),
+        ("A message", "Has a message", ("vague docstring", 2, "Has")),
         ("A message", "The same message", ("clause for a noun", 2, "The same message and its attachments.")),
         ("A message", "What is sent", ("clause for a noun", 2, "What is sent and its attachments.")),
         (

@@ -1,4 +1,4 @@
-"""Commands: exchanges between ranks, nested and combined commands, close."""
+"""Commands: exchanges between ranks, caches, close, commands that run others."""
 
 import os
 import signal
@@ -11,7 +11,6 @@ from rank_commands import CollectRecords, CountOpenFiles, GatherMessages, GetIde
 from system import time_limit
 
 from synkhronos import ranks
-from synkhronos.containers import BoundedCache
 from synkhronos.ranks import Command
 from synkhronos.ranks.command import MAX_CACHED_COMMANDS
 from synkhronos.ranks.control_memory import MAILBOX_NBYTES, SLOT_NBYTES
@@ -54,18 +53,6 @@ def test_all_gather_accepts_values_of_any_length(session):
 def test_command_may_mix_barriers(session):
     for _ in range(5):
         session.run(MixedSteps())
-
-
-def test_bounded_cache_is_emptied_when_it_is_full():
-    cache = BoundedCache(3)
-    contents = []
-    for i in range(7):
-        cache[i] = -i
-        contents.append(list(cache))
-    assert contents == [[0], [0, 1], [0, 1, 2], [3], [3, 4], [3, 4, 5], [6]]
-    assert cache.get(6) == -6 and cache.get(5) is None
-    cache[7], cache[8], cache[6] = 7, 8, 6  # the last key is in the full cache
-    assert cache == {6: 6, 7: 7, 8: 8}
 
 
 def test_cache_of_commands_is_bounded(session_of_two):
@@ -116,18 +103,18 @@ class WaitForWorkers(Command):
             rank.barrier()
 
 
-@pytest.mark.parametrize("by", ["a handler", "another thread"])
-@pytest.mark.parametrize("awaited", ["a barrier", "their end", "a command that was interrupted"])
+@pytest.mark.parametrize("closed_from", ["a handler", "another thread"])
+@pytest.mark.parametrize("awaited", ["a barrier", "the end of the command", "an interrupted command"])
 @pytest.mark.slow
-def test_close_ends_a_waiting_call(session_of_two, monkeypatch, awaited, by):
+def test_close_ends_a_waiting_call(session_of_two, monkeypatch, awaited, closed_from):
     for module in (ranks.session, ranks.process_group):
         monkeypatch.setattr(module, "GRACE_SECONDS", 0.2)
-    if awaited == "a command that was interrupted":
+    if awaited == "an interrupted command":
         signal.signal(signal.SIGALRM, signal.default_int_handler)
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         with pytest.raises(KeyboardInterrupt):
             session_of_two.run(WaitForWorkers(False))
-    if by == "a handler":
+    if closed_from == "a handler":
         signal.signal(signal.SIGALRM, lambda *_: ranks.close_session())
         signal.setitimer(signal.ITIMER_REAL, 0.2)
     else:
@@ -183,9 +170,9 @@ def test_idle_workers_use_no_processor(session):
     assert ticks() - before <= 2  # clock ticks of 10 ms
 
 
-def test_command_may_consist_of_several(session):
-    together = RunBoth(RecordRun("one"), RecordRun("two"))
+def test_command_may_run_other_commands(session):
+    command = RunBoth(RecordRun("one"), RecordRun("two"))
     for _ in range(2):
-        assert session.run(together) == [("one", session.rank.number), ("two", session.rank.number)]
-        # A wait that may be deferred to the end of a command happens there once.
+        assert session.run(command) == [("one", session.rank.number), ("two", session.rank.number)]
+        # A wait that may be deferred to the end of a command happens once, there.
         assert session.run(CollectRecords()) == [["one", "two", "two finished", "one finished"]] * session.size

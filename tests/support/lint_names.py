@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 BASELINE = Path(__file__).with_suffix(".json")
 
 VAGUE = re.compile(
-    r"\b(?:Return|Yield|Say|Have|Do|Tell)s? (?:what|that|those|the same|so|such|who|how|which|where)\b", re.ASCII
+    r"\b(?:Return|Yield|Say|Have|Do|Tell)s? (?:what|that|those|the same|so|such|who|how|which|where)\b|^(?:Has|Have)\b",
+    re.ASCII,
 )
 #: First words of a docstring, or of a comment on a variable, that stand for a noun.
 CLAUSE = re.compile(r"(?:(?:of|by|in|under|to|from|with) )?(?:what|which|how|whose)\b", re.ASCII | re.IGNORECASE)

@@ -1,8 +1,11 @@
 """Formulas of the exchange rules in NumPy, with all ranks in one process; references are arXiv numbers.
 
 Every formula takes ``n`` ranks, the ``problem`` (see `rule_programs.compute_gradient`), the first parameters ``x0``, the
-name of the ``optimizer`` (see `rule_programs.take_local_step`), its learning rate ``eta``, and a number of ``steps``.  The
-result is the parameters after each step, for each rank if these differ; `elastic` also returns the centre.
+name of the ``optimizer`` (see `rule_programs.take_local_step`), its learning rate ``eta``, and a number of ``steps``.  Steps
+are numbered from 1.  If ``is_due(number)`` is true, an exchange follows the step.
+
+The result is the parameters before the first step and after each step, of shape (steps + 1, items).  If they differ between
+ranks, the first axis is that of the ranks.  `elastic` also returns the centre.
 """
 
 import numpy as np
@@ -10,7 +13,7 @@ from rule_programs import compute_gradient, take_local_step
 
 
 def train(n, problem, x0, optimizer, eta, steps, exchange, is_due):
-    """Train with exchanges: ``exchange(xs)`` returns the ranks' new parameters if ``is_due`` of the step's number."""
+    """Train with exchanges: ``exchange(xs)`` returns the ranks' new parameters."""
     xs, vs = [x0.copy() for _ in range(n)], [np.zeros_like(x0) for _ in range(n)]
     trace = [list(xs)]
     for step in range(steps):
@@ -23,7 +26,7 @@ def train(n, problem, x0, optimizer, eta, steps, exchange, is_due):
 
 
 def make_schedule(period):
-    """Return the `is_due` of an exchange after each ``period`` steps, which are numbered from 1."""
+    """Return the ``is_due`` of exchanges every ``period`` steps."""
     return lambda step: step % period == 0
 
 
@@ -44,19 +47,23 @@ def averaging(n, problem, x0, optimizer, eta, steps, is_due):
     return train(n, problem, x0, optimizer, eta, steps, lambda xs: [np.mean(xs, axis=0)] * n, is_due)
 
 
-def elastic(n, problem, x0, optimizer, eta, steps, period, beta):
-    """EASGD: 1412.6651, eqs. 5 and 6, with the gradient before the exchange; also return the final centre."""
-    centre, alpha = [x0.copy()], beta / n
+def elastic(n, problem, x0, optimizer, eta, steps, is_due, beta):
+    """EASGD: 1412.6651, eqs. 5 and 6, with the gradient before the exchange; also return the final centre.
+
+    ``beta`` is the part of the way that the centre moves to the ranks' mean.  Each rank moves ``beta / n`` of the way to
+    the centre.
+    """
+    centre = [x0.copy()]
 
     def exchange(xs):
         old = centre[0]
         centre[0] = (1 - beta) * old + beta * np.mean(xs, axis=0)
-        return [x - alpha * (x - old) for x in xs]
+        return [x - beta / n * (x - old) for x in xs]
 
-    return train(n, problem, x0, optimizer, eta, steps, exchange, make_schedule(period)), centre[0]
+    return train(n, problem, x0, optimizer, eta, steps, exchange, is_due), centre[0]
 
 
-def downpour(n, problem, x0, optimizer, eta, steps, period):
+def downpour(n, problem, x0, optimizer, eta, steps, is_due):
     """Synchronous Downpour: the steps of all ranks are added."""
     centre = [x0.copy()]
 
@@ -64,22 +71,22 @@ def downpour(n, problem, x0, optimizer, eta, steps, period):
         centre[0] = centre[0] + sum(x - centre[0] for x in xs)
         return [centre[0]] * n
 
-    return train(n, problem, x0, optimizer, eta, steps, exchange, make_schedule(period))
+    return train(n, problem, x0, optimizer, eta, steps, exchange, is_due)
 
 
-def slow_momentum(n, problem, x0, optimizer, eta, steps, period, alpha, beta):
-    """SlowMo: 1910.00643, eqs. 2 and 3."""
+def slow_momentum(n, problem, x0, optimizer, eta, steps, is_due, lr, momentum):
+    """SlowMo: 1910.00643, eqs. 2 and 3, whose α and β are ``lr`` and ``momentum``."""
     start, u = [x0.copy()], [np.zeros_like(x0)]
 
     def exchange(xs):
-        u[0] = beta * u[0] + (start[0] - np.mean(xs, axis=0)) / eta
-        start[0] = start[0] - alpha * eta * u[0]
+        u[0] = momentum * u[0] + (start[0] - np.mean(xs, axis=0)) / eta
+        start[0] = start[0] - lr * eta * u[0]
         return [start[0]] * n
 
-    return train(n, problem, x0, optimizer, eta, steps, exchange, make_schedule(period))
+    return train(n, problem, x0, optimizer, eta, steps, exchange, is_due)
 
 
-def outer_nesterov(n, problem, x0, optimizer, eta, steps, period, lr, momentum):
+def outer_nesterov(n, problem, x0, optimizer, eta, steps, is_due, lr, momentum):
     """DiLoCo: 2311.08105, algorithm 1."""
     start, v = [x0.copy()], [np.zeros_like(x0)]
 
@@ -89,7 +96,7 @@ def outer_nesterov(n, problem, x0, optimizer, eta, steps, period, lr, momentum):
         start[0] = start[0] - lr * (delta + momentum * v[0])
         return [start[0]] * n
 
-    return train(n, problem, x0, optimizer, eta, steps, exchange, make_schedule(period))
+    return train(n, problem, x0, optimizer, eta, steps, exchange, is_due)
 
 
 def serial_nesterov(n, problem, x0, eta, steps, momentum):

@@ -1,6 +1,6 @@
-"""Has Theano compile convolutions and pooling, even in the mode FAST_COMPILE, which uses Python's versions of all others.
+"""Make Theano compile convolutions and pooling in C, also in the mode FAST_COMPILE.
 
-The first have no Python version, the second have one that NumPy 1.23 refuses.
+In this mode Theano runs the Python versions of its Ops.  Convolutions have none.  That of pooling fails with NumPy 1.23.
 """
 
 import synkhronos.compat  # before anything imports theano

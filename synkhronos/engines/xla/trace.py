@@ -51,7 +51,7 @@ def trace_functions(
         try:
             results = trace(function, operands)
         except Exception:
-            function.raise_with_graph_context()
+            function.raise_with_output_node()
             raise
         outputs += results[: function.n_outputs]
         for storage, result in zip(

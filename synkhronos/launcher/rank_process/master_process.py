@@ -69,15 +69,13 @@ def _describe_failure(error: BaseException) -> str:
 
 
 def _log_death(folder: str, error: BaseException, is_failed_start: bool) -> None:
-    """Log the cause of an error: a death, a lost host, or in a failed start any exception."""
+    """Log the cause of an error: a death, another failure of the session, or in a failed start any exception."""
     session = get_last_session()
     if session is not None and session.death is not None:
         DeathLog(folder).add(session.death)
     elif isinstance(error, WorkerError) and not error.reports:
-        exit_description = error.description.removeprefix(f"{describe_rank(error.rank, '')} ")
-        if exit_description == error.description:  # the clause has another subject than the rank
-            exit_description = f"ended: {error.description}"
-        DeathLog(folder).add(Death(error.rank, "", 0, exit_description))
+        # Its host has no name here: the supervisor would take the host for a lost one.
+        DeathLog(folder).add(Death(error.rank, "", 0, f"ended: {error.description}"))
     elif is_failed_start and isinstance(error, WorkerError):
         assert session is not None
         host = session.get_host_name(error.rank)

@@ -97,7 +97,7 @@ class ModelEpochLoop(ReportLoop):
                 sys.stdout.write(f"val_iter() has returned 'stop': the run ends after epoch {self.n_reports}\n")
             if self.is_patience_exhausted() and is_master:
                 best = self.best_cost
-                worse = f"{best.metric}: no better for {best.n_reports_since_best} epochs"
+                worse = f"{best.label}: no better for {best.n_reports_since_best} epochs"
                 sys.stdout.write(f"{worse}; the run ends after {self.n_reports}\n")
         if self.batch_loop.is_stopped_by_signal:
             return False
@@ -142,7 +142,7 @@ class ModelEpochLoop(ReportLoop):
                 f"keep_best, patience: {self.settings.modelclass} lacks:\n  metric {name!r}, got {names}"
             )
         self.metric = name, mode
-        self.best_cost.set_metric(f"{name} {mode}")
+        self.best_cost.set_label(f"{name} {mode}")
         return super().observe(report)
 
     def train(self) -> bool:

@@ -110,7 +110,7 @@ class ModelState:
                 **layout,
                 "epochs": self.n_complete_epochs,
                 "model": f"{self.settings.modelfile}:{self.settings.modelclass}",
-                "stop": self.best_cost.to_json(),
+                "stop": self.best_cost.to_dict(),
                 # States of the global generators of NumPy and `random`, one entry for each rank.
                 "host_generators": [generators for _, generators, *_ in rank_entries],
                 "totals": [steps for _, _, steps, _ in rank_entries],
@@ -151,9 +151,9 @@ class ModelState:
         context = self.context
         meta = context.broadcast(read_meta(path) if context.number == 0 else None)
         check_can_resume(path, meta, describe_training("run", self.exchange_rule, self.variables, None))
-        self.best_cost = BestCost.from_json(meta["stop"])
+        self.best_cost = BestCost.from_dict(meta["stop"])
         if self.settings.keep_best:
-            self.best_cost.set_metric(" ".join(self.settings.keep_best))
+            self.best_cost.set_label(" ".join(self.settings.keep_best))
         for epoch in range(meta["epochs"]):  # repeats changes of learning rates that are not in shared variables
             call_by_signature(self.model.adjust_hyperp, epoch)
         if meta["within"]:

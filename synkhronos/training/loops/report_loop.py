@@ -23,7 +23,7 @@ from synkhronos.training.monitoring.report import Report
 class ReportLoop(ABC):
     """Base class of loops over reports.  Subclasses define how to train until a report, validate and save."""
 
-    #: Name of the metric that `best_cost` observes, and "min" or "max" for the best value.
+    #: Metric that `best_cost` observes: its name, and "min" or "max".
     metric: tuple[str, str]
     #: Number of reports without an improvement after which the loop ends; None: no limit.
     patience: int | None

@@ -11,8 +11,8 @@ from typing import Any
 _SIGNS = {"min": 1.0, "max": -1.0}
 
 
-def parse_monitored_metric(value: object, name: str) -> tuple[str, str]:
-    """Check the argument ``name``, which names a metric.  Return the metric, and "min" or "max" for the best value.
+def parse_monitored_metric(value: object, argument: str) -> tuple[str, str]:
+    """Check the value of an argument that names a metric.  Return the metric: its name, and "min" or "max".
 
     Examples
     --------
@@ -21,49 +21,50 @@ def parse_monitored_metric(value: object, name: str) -> tuple[str, str]:
     """
     pair = (value, "min") if isinstance(value, str) else value
     if not isinstance(pair, list | tuple) or len(pair) != 2 or not isinstance(pair[0], str) or pair[1] not in _SIGNS:
-        raise TypeError(f"{name}: expected a metric's name, or a pair such as ('accuracy', 'max'), got {value!r}")
+        raise TypeError(f"{argument}: expected a metric's name, or a pair such as ('accuracy', 'max'), got {value!r}")
     return pair[0], pair[1]
 
 
 def to_cost(metrics: Mapping[str, float], metric: tuple[str, str]) -> float:
     """Return the value of a metric as a cost, of which lower is better, or infinity if it is missing or NaN."""
-    value = _SIGNS[metric[1]] * float(metrics.get(metric[0], math.nan))
-    return math.inf if math.isnan(value) else value
+    name, mode = metric
+    cost = _SIGNS[mode] * float(metrics.get(name, math.nan))
+    return math.inf if math.isnan(cost) else cost
 
 
 @dataclass
 class BestCost:
     """Best value of a metric so far, as a cost: lower is better.
 
-    ``metric`` is the label of the metric, such as "validation loss", which is compared only for equality.  It is empty
-    before the first value.
+    ``label`` describes the metric, such as "validation loss", and is compared only for equality.  It is empty before
+    the first cost.
     """
 
-    metric: str = ""
+    label: str = ""
     cost: float = math.inf
     n_reports_since_best: int = 0
 
-    def set_metric(self, metric: str) -> bool:
-        """Set the metric that `observe` compares.  Return True if this discards the best value of another metric."""
-        is_other = self.metric not in ("", metric)
+    def set_label(self, label: str) -> bool:
+        """Set the label of the metric.  Return True if this discards the best cost of another metric."""
+        is_other = self.label not in ("", label)
         if is_other:
             self.cost, self.n_reports_since_best = math.inf, 0
-        self.metric = metric
+        self.label = label
         return is_other
 
-    def observe(self, value: float) -> bool:
-        """Compare the value of a report with the best one.  Return True if it is better."""
-        is_best = value < self.cost
+    def observe(self, cost: float) -> bool:
+        """Compare the cost of a report with the best one.  Return True if it is lower."""
+        is_best = cost < self.cost
         self.n_reports_since_best = 0 if is_best else self.n_reports_since_best + 1
-        self.cost = min(self.cost, value)
+        self.cost = min(self.cost, cost)
         return is_best
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint, which JSON can represent."""
         cost = None if math.isinf(self.cost) else self.cost
-        return {"measure": self.metric, "best": cost, "since": self.n_reports_since_best}
+        return {"measure": self.label, "best": cost, "since": self.n_reports_since_best}
 
     @classmethod
-    def from_json(cls, state: Mapping[str, Any]) -> BestCost:
-        """Restore the state from `to_json`."""
+    def from_dict(cls, state: Mapping[str, Any]) -> BestCost:
+        """Restore the state from `to_dict`."""
         return cls(state["measure"], math.inf if state["best"] is None else state["best"], state["since"])

@@ -120,10 +120,10 @@ class TrainerReportLoop(ReportLoop):
             )
         elif checkpoints is not None:
             checkpoints.check_no_newer(self.position.n_rows_seen)
-        metric = "loss" if self.valid is None else f"validation {self.first_metric}"
+        label = "loss" if self.valid is None else f"validation {self.first_metric}"
         if self.metric != (self.first_metric, "min"):
-            metric += f", {' '.join(self.metric)}"
-        if self.best_cost.set_metric(metric):
+            label += f", {' '.join(self.metric)}"
+        if self.best_cost.set_label(label):
             schedules.reset_best(model.schedule)
 
     def _remove_later_records(self, n_rows_seen: int) -> None:

@@ -115,7 +115,7 @@ class UnequalBatchesMLP(MLP):
 
 
 class GrowingEpochsMLP(MLP):
-    """Has more batches in each epoch, rank 1 more than rank 0."""
+    """MLP whose number of batches grows from epoch to epoch, on rank 1 faster than on rank 0."""
 
     def train_iter(self, count, recorder):
         super().train_iter(count, recorder)

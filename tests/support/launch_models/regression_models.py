@@ -87,7 +87,7 @@ class RankIndependentRegression(LinearRegression):
 
 
 class ShardedRegression(RankIndependentRegression):
-    """Has a sharded optimizer, and prints the shapes of its variables."""
+    """Regression with a sharded optimizer, which prints the shapes of the shards at the end."""
 
     shard_optimizer = True
 
@@ -96,7 +96,7 @@ class ShardedRegression(RankIndependentRegression):
 
 
 class AdamwRegression(RankIndependentRegression):
-    """Has a rule with several variables, among them one that is not sharded."""
+    """Regression with AdamW, whose state has several variables; its step count is not sharded."""
 
     def updates(self, loss, params, learning_rate):
         return adamw(loss, params, learning_rate=learning_rate)
@@ -137,7 +137,7 @@ class OverflowingRegression(RankIndependentRegression):
 
 
 class ConfiguredRegression(RankIndependentRegression):
-    """Has options that the session's config names."""
+    """Regression whose attributes are set to the options in the session's config."""
 
     def __init__(self, config):
         vars(self).update(config["options"])

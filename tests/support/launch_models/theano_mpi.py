@@ -148,7 +148,7 @@ class StoppingRegression(Regression):
 
 
 class NormalizedRegression(Regression):
-    """Has parameters by names of batch normalization."""
+    """Regression with a parameter called "beta", as in batch normalization."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -188,7 +188,7 @@ class EqualRowsTwoFunctionRegression(Regression):
 
 
 class RegressionWithoutVels2(Regression):
-    """Has vels, but no vels2."""
+    """Regression with velocities in `vels`, and none in `vels2`."""
 
     def compile(self, n_workers):
         super().compile(n_workers)

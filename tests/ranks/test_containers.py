@@ -1,8 +1,8 @@
-"""Dictionaries whose keys are held weakly, and compared by identity."""
+"""Dictionaries with weak keys that are compared by identity, and caches of bounded length."""
 
 import gc
 
-from synkhronos.containers import WeakKeyDict
+from synkhronos.containers import BoundedCache, WeakKeyDict
 
 
 class Owner:
@@ -29,3 +29,15 @@ def test_weak_keys_forget_collected_objects():
     del keys  # before its keys are collected
     gc.collect()
     del second
+
+
+def test_bounded_cache_is_emptied_when_it_is_full():
+    cache = BoundedCache(3)
+    contents = []
+    for i in range(7):
+        cache[i] = -i
+        contents.append(list(cache))
+    assert contents == [[0], [0, 1], [0, 1, 2], [3], [3, 4], [3, 4, 5], [6]]
+    assert cache.get(6) == -6 and cache.get(5) is None
+    cache[7], cache[8], cache[6] = 7, 8, 6  # the last key is in the full cache
+    assert cache == {6: 6, 7: 7, 8: 8}
