@@ -110,7 +110,7 @@ class JaxDevice(CudaDevice):
 
     def as_writable(self, value: Array, has_other_references: bool) -> Array:
         """Return a container's value if only the container references it, else a copy."""
-        return self._copy(value) if has_other_references else value
+        return self._copy_array(value) if has_other_references else value
 
     def rewrap(self, value: Array, is_complete: bool = False) -> Array:
         """Return a new array object for memory that is written in place; the old object becomes invalid.
@@ -123,7 +123,7 @@ class JaxDevice(CudaDevice):
         return self._reuse_memory(value)
 
     @cached_property
-    def _copy(self) -> Any:
+    def _copy_array(self) -> Any:
         """Compiled identity function that copies its argument."""
         jax = self._import_jax()
         return jax.jit(jax.lax.optimization_barrier)  # without the barrier, JAX would return the argument itself

@@ -50,8 +50,8 @@ class Runner:
         result = self._function(*inputs)
         return [] if result is None else list(result) if isinstance(result, list | tuple) else [result]
 
-    def record_signature(self, inputs: Sequence[Any]) -> bool:
-        """Return True if the inputs' shapes are new, so that the engine compiles for them, and record them."""
+    def record_signature_if_new(self, inputs: Sequence[Any]) -> bool:
+        """Record the inputs' shapes.  Return True if they are new, so that the next launch compiles for them."""
         return False
 
     def wait(self, results: Sequence[Any]) -> None:

@@ -316,7 +316,7 @@ class RankCall:
                 results = self._runner(*inputs)
                 self._runner.wait(results)
             return results
-        if self._rank.is_master and self._runner.record_signature(inputs):
+        if self._rank.is_master and self._runner.record_signature_if_new(inputs):
             shapes = [getattr(value, "shape", ()) for value in inputs]
             with warn_if_slow(f"compiling {self.computation.name} for inputs of shapes {shapes}"):
                 return self._runner(*inputs)

@@ -84,7 +84,7 @@ class Executable(Runner):
         self._donated_storages = _remove_duplicates(
             [storage for function in functions for storage in function.donated_storages]
         )
-        self._copy = jnp.copy
+        self._copy_array = jnp.copy
         length_graph = functions[0].length_graph
         #: Inputs whose values determine the lengths of arrays.
         self.host_input_positions = (
@@ -131,8 +131,8 @@ class Executable(Runner):
         if is_in_loop:
             positions = {id(storage): i for i, storage in enumerate(self._storages)}
             logs = range(len(positions), len(positions) + 1 + len(self._logged_positions))
-            changed = [*(positions[id(storage)] for storage in self._updated_storages), *logs]
-            compute = partial(trace_loop, compute, self.n_repeats, self._n_inputs, changed)
+            updated = [*(positions[id(storage)] for storage in self._updated_storages), *logs]
+            compute = partial(trace_loop, compute, self.n_repeats, self._n_inputs, updated)
         options["compiler_options"] = COMPILER_OPTIONS if is_bfloat16_requested() else None
         # keep_unused: old values that no computation reads donate their memory, too.  Addresses then stay the same, and
         # XLA can replay recorded launches.
@@ -165,7 +165,7 @@ class Executable(Runner):
     def get_repeated(self, n_repeats: int) -> Executable | None:
         return self if n_repeats == 1 else self.fuse(n_repeats=n_repeats)
 
-    def record_signature(self, inputs: Sequence[Any]) -> bool:
+    def record_signature_if_new(self, inputs: Sequence[Any]) -> bool:
         signature = tuple([getattr(value, "shape", ()) for value in inputs])
         if signature in self._signatures:
             return False
@@ -189,7 +189,7 @@ class Executable(Runner):
         for storage in self._donated_storages:
             if has_other_references(storage):
                 with defer_signals():  # as in ScalarLog.__init__
-                    storage[0] = self._copy(storage[0])
+                    storage[0] = self._copy_array(storage[0])
         if self._scalar_log is not None and (self._is_launching or not self._scalar_log.has_capacity(self.n_repeats)):
             self._scalar_log = ScalarLog(self._logged_dtypes)
         arguments = self._get_arguments(inputs)

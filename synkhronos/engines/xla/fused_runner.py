@@ -27,8 +27,8 @@ class FusedRunner(Runner):
         assert executable.ffi_collectives is not None
         self._ffi_collectives = executable.ffi_collectives
 
-    def record_signature(self, inputs: Sequence[Any]) -> bool:
-        return self._executable.record_signature(inputs)
+    def record_signature_if_new(self, inputs: Sequence[Any]) -> bool:
+        return self._executable.record_signature_if_new(inputs)
 
     def __call__(self, *inputs: Any) -> list[Any]:
         """Launch, and wait until all ranks have launched."""

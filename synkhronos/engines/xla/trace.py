@@ -67,12 +67,12 @@ def trace_functions(
 
 
 def trace_loop(
-    compute_once: Callable[..., Any], n_repeats: int, n_inputs: int, changed_positions: Sequence[int], *arguments: Any
+    compute_once: Callable[..., Any], n_repeats: int, n_inputs: int, updated_positions: Sequence[int], *arguments: Any
 ) -> tuple[Any, ...]:
-    """Trace a loop over ``n_repeats`` equal parts of the inputs.  Return the final values at ``changed_positions``.
+    """Trace a loop over ``n_repeats`` equal parts of the inputs.  Return the final values at ``updated_positions``.
 
     ``arguments`` are the inputs, then the state.  ``compute_once`` takes inputs and the state, and returns new values
-    of the items at ``changed_positions`` of the state.
+    of the items at ``updated_positions`` of the state.
     """
     from jax import lax
 
@@ -80,7 +80,7 @@ def trace_loop(
     state = list(arguments[n_inputs:])
 
     def body(carry: list[Any], rows: list[Any]) -> tuple[list[Any], None]:
-        for position, value in zip(changed_positions, carry, strict=True):
+        for position, value in zip(updated_positions, carry, strict=True):
             state[position] = value
         new_state = list(compute_once(*rows, *state))
         for old_value, new_value in zip(carry, new_state, strict=True):
@@ -91,5 +91,5 @@ def trace_loop(
                 )
         return new_state, None
 
-    final, _ = lax.scan(body, [state[position] for position in changed_positions], parts, length=n_repeats)
+    final, _ = lax.scan(body, [state[position] for position in updated_positions], parts, length=n_repeats)
     return tuple(final)
