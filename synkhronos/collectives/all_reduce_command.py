@@ -29,7 +29,7 @@ from synkhronos.devices import (
     get_array_device,
     get_rank_device,
 )
-from synkhronos.devices.multi_host_communicator import get_numpy_communicator
+from synkhronos.devices.multi_host_communicator import MultiHostCommunicator, get_numpy_communicator
 from synkhronos.devices.reduce_op import REDUCE_OPS
 from synkhronos.devices.shared_memory_communicator import compute_aligned_nbytes, compute_nbytes
 from synkhronos.graph_libraries import GraphLibrary
@@ -227,6 +227,8 @@ class AllReducePlan(NamedTuple):
                 array = device.as_writable(library.borrow_value(shared), is_referenced)
                 variable.communicator.all_reduce(array, op)
                 written.append((library, shared, device, array))
+            if any(isinstance(variable.communicator, MultiHostCommunicator) for variable in self.variables):
+                rank.gather_bytes(b"")  # the master may only fail once no other rank waits for a part of an array
             self.device_communicator.notify_started()
             is_complete = self.device_communicator.wait_briefly()
             for library, shared, device, array in written:

@@ -79,6 +79,11 @@ def test_locks_on_three_hosts_are_exclusive():
 
 
 @pytest.mark.hosts
+def test_interrupted_all_reduce_on_two_hosts_is_applied_on_all_ranks():
+    assert run(["a:2", "b:1"], "interrupt_all_reduce") == "passed\n"
+
+
+@pytest.mark.hosts
 def test_programs_of_ranks_communicate_between_hosts():
     for hosts, sums in ((["a:1", "b:2", "c:1"], "0: 2, 1: 4, 2: 2, 3: 4"), (["a:2", "b:1"], "0: 2, 1: 1, 2: 2")):
         assert run(hosts, "run_rank_programs").splitlines() == [sums] * 4

@@ -12,6 +12,7 @@ import random
 import signal
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from functools import cache, partial, partialmethod
 from typing import Any
@@ -27,6 +28,7 @@ import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.data_objects.data_access import create_unpublished
 from synkhronos.data_objects.rows import get_share_slice
+from synkhronos.devices.multi_host_communicator import get_numpy_communicator
 from synkhronos.hosts import mpirun
 from synkhronos.ranks.mailbox import Mailbox
 from synkhronos.training import make_train_function, make_train_function_serial, updates
@@ -119,6 +121,46 @@ def run_collectives() -> None:
     for _ in range(2):
         synk.all_reduce(empty)
     assert synk.get_shapes(empty) == [(0, 3)] * n
+
+
+@dataclass(frozen=True)
+class InterruptAllReduce(ranks.Command):
+    """Command after which the master is interrupted once it has a part of a result, which the workers receive later."""
+
+    is_on: bool
+
+    def run(self, rank: ranks.Rank) -> None:
+        """Replace a method of the rank's communicator, or restore it."""
+        communicator: Any = get_numpy_communicator(rank)
+        vars(communicator).pop("_finish_chunk", None)
+        finish_chunk = communicator._finish_chunk
+
+        def finish_and_interrupt(*arguments: Any) -> None:
+            if not rank.is_master:
+                time.sleep(0.1)
+            finish_chunk(*arguments)
+            if rank.is_master:
+                signal.raise_signal(signal.SIGINT)
+
+        if self.is_on:
+            communicator._finish_chunk = finish_and_interrupt
+
+
+def interrupt_all_reduce() -> None:
+    """Interrupt an all-reduce while the workers wait for its result, and repeat it."""
+    from hosts import programs  # the others find the command by its name
+
+    n, session = fork(), ranks.get_session()
+    s = shared(np.ones(3), "s")
+    synk.function([], [], updates=[(s, s)])
+    synk.distribute()
+    for is_on in (True, False):
+        set_values(s, [np.full(3, float(r)) for r in range(n)])
+        session.run(programs.InterruptAllReduce(is_on))
+        with pytest.raises(KeyboardInterrupt) if is_on else contextlib.nullcontext():
+            synk.all_reduce(s, "sum")
+        assert np.array_equal(synk.gather(s), np.full((n, 3), sum(range(n)))), synk.gather(s)
+    print("passed")
 
 
 def call_functions() -> None:
