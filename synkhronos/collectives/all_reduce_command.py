@@ -72,7 +72,7 @@ class AllReduceValues(Command):
             digests_differ = True
         plan = self.agree_on_plan(rank, digests_differ)
         if plan.scratch_views:
-            return plan.reduce_small_and_run(rank, self.op, operation, is_collective)[1]
+            return plan.reduce_small_and_run(rank, self.op, operation, is_collective, have_agreed=True)[1]
         plan.all_reduce(rank, self.op)
         if operation is None:
             return None
@@ -166,7 +166,8 @@ class AllReducePlan(NamedTuple):
             scratch_views = host_communicator.map_small_arrays(layouts)
         # This digest differs from the one in `prepare_replicas`, which a rank without a valid plan compares.
         layouts_and_devices = tuple([(*variable.layout, variable.device.name) for variable in variables])
-        digest = rank.compute_digest(("plan", layouts_and_devices, generation))
+        # It is one of a text: pickles of equal layouts differ where an object is in one of them twice.
+        digest = rank.compute_digest(repr(("plan", layouts_and_devices, generation)))
         targets = [None] * len(variables)
         return cls(variables, device_communicator, generation, digest, speculative_communicator, targets, scratch_views)
 
@@ -180,9 +181,11 @@ class AllReducePlan(NamedTuple):
         return self.device_communicator.generation == self.generation
 
     def reduce_small_and_run(
-        self, rank: Rank, op: str, operation: Callable[[], T] | None, is_collective: bool
+        self, rank: Rank, op: str, operation: Callable[[], T] | None, is_collective: bool, have_agreed: bool = False
     ) -> tuple[bool, T | None]:
         """Compare digests and reduce as `all_reduce`, and run an operation, on all ranks or on none of them.
+
+        ``have_agreed`` means that all ranks have just agreed on the plan, so that digests are not compared.
 
         Return whether the digests are equal, and the operation's result.  If they differ, nothing has been changed.
         """
@@ -193,7 +196,7 @@ class AllReducePlan(NamedTuple):
         barrier_number = rank.publish_digest(self.digest)
 
         def store_and_run() -> tuple[bool, T | None]:
-            if not rank.has_equal_digests(barrier_number):
+            if not have_agreed and not rank.has_equal_digests(barrier_number):
                 return False, None
             communicator.switch_scratch_halves()
             for variable, values in zip(self.variables, values_of_ranks, strict=True):

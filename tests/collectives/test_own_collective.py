@@ -12,6 +12,7 @@ from synkhronos import ranks
 from synkhronos.collectives.all_reduce_command import AllReduceValues, _AllReducePlans
 from synkhronos.collectives.arguments import parse_variables
 from synkhronos.collectives.commands import prepare_replicas
+from synkhronos.graph_libraries.library import get_storage
 from synkhronos.ranks import Command
 from synkhronos.replication.replicator import distribute_variables
 
@@ -103,3 +104,36 @@ def test_ranks_without_a_plan_of_a_small_all_reduce_make_new_plans_with_the_othe
             assert session.run(ReduceAndNumber(all_reduce, forgetful_ranks)) == [0, 1, 2]
         for r in range(3):
             assert (np.asarray(synk.get_value(r, s)) == 1).all(), f
+
+
+@dataclass(frozen=True, slots=True)
+class CopyDtype(Command):
+    """Set a variable on the last rank to an array whose dtype is equal to the others', but another object."""
+
+    variable_keys: tuple
+
+    def run(self, rank):
+        if rank.number == rank.size - 1:
+            (storage,) = map(get_storage, rank.get_objects(self.variable_keys))
+            copy = np.empty(storage[0].shape, storage[0].dtype.newbyteorder("="))
+            copy[...] = storage[0]
+            assert copy.dtype is not storage[0].dtype
+            storage[0] = copy
+
+
+def test_all_reduce_of_small_arrays_compares_dtypes_by_value(fork):
+    fork(2)
+    a, b = shared(np.zeros(4), "a"), shared(np.zeros(3), "b")
+    f = synk.function([], [], updates=[(a, a), (b, b)])
+    synk.distribute()
+    session = ranks.get_session()
+    for has_plan in (False, True):
+        for r in range(2):
+            synk.set_value(r, [a, b], [np.full(4, r + 1.0), np.full(3, r + 1.0)])
+        with session.call_lock:
+            session.wait_until_idle()
+            session.run(CopyDtype(distribute_variables(session, [b])))
+        synk.all_reduce([a, b], "sum")
+        for r in range(2):
+            values = np.concatenate(synk.get_value(r, [a, b]))
+            assert (values == 3).all(), (has_plan, values, f)
