@@ -183,14 +183,14 @@ class ProgramPeers:
 
     # -- locks -----------------------------------------------------------------------------------------------
 
-    def get_lock(self, lock: int) -> Lock:
+    def get_lock(self, lock_number: int) -> Lock:
         """Return a lock, to be used in a ``with`` statement.  Raise ValueError for a number out of range."""
-        if not 0 <= lock < self.layout.n_locks:
-            raise ValueError(f"expected a lock from 0 to {self.layout.n_locks - 1}, got {lock}")
-        is_local = self.layout.find_rank_on_lock_host(lock) in self.rank.local_ranks
-        return Lock(self, lock, self.layout.get_semaphore(self._segment, lock) if is_local else None)
+        if not 0 <= lock_number < self.layout.n_locks:
+            raise ValueError(f"expected a lock from 0 to {self.layout.n_locks - 1}, got {lock_number}")
+        is_local = self.layout.find_rank_on_lock_host(lock_number) in self.rank.local_ranks
+        return Lock(self, lock_number, self.layout.get_semaphore(self._segment, lock_number) if is_local else None)
 
-    def _acquire(self, lock: int, semaphore: Semaphore, timeout: float | None = None) -> int | None:
+    def _acquire(self, lock_number: int, semaphore: Semaphore, timeout: float | None = None) -> int | None:
         """Acquire a lock of this host and return its turn, or None if it was not free within ``timeout`` seconds."""
         # Without this check, a rank that finds all its locks free would not notice a failure until its program ends.
         if self.rank.barriers.is_last_failed_command(self.rank.command_number):
@@ -199,39 +199,39 @@ class ProgramPeers:
             deadline = float("inf") if timeout is None else time.monotonic() + timeout
             # A wait with a time limit ends by itself, so it can't be part of a deadlock.
             condition = WaitCondition.LOCK_FREE if timeout is None else WaitCondition.NONE
-            with _PublishedWait(self, condition, 0, f"for lock {lock}", lock):
+            with _PublishedWait(self, condition, 0, f"for lock {lock_number}", lock_number):
                 while not semaphore.acquire(max(0.0, min(POLL_SECONDS, deadline - time.monotonic()))):
                     self.rank.barriers.check_cancelled()
                     if time.monotonic() >= deadline:
                         return None
                     if timeout is None:
                         self._raise_if_deadlocked()
-        self._words.owners[lock] = self.rank.number + 1
-        turn = self._words.acquisitions[lock]
-        self._words.acquisitions[lock] = turn + 1
+        self._words.owners[lock_number] = self.rank.number + 1
+        turn = self._words.acquisitions[lock_number]
+        self._words.acquisitions[lock_number] = turn + 1
         return turn
 
-    def _release(self, lock: int, semaphore: Semaphore) -> None:
+    def _release(self, lock_number: int, semaphore: Semaphore) -> None:
         """Release a lock of this host, or pass it to the agent if a rank of another host waits for it.
 
         Otherwise ranks of this host, which are faster, could starve the others.
         """
-        if self._words.agent_waits[lock]:
+        if self._words.agent_waits[lock_number]:
             self.rank.control.fence()
-            self._words.owners[lock] = self.layout.agent_owner_number
+            self._words.owners[lock_number] = self.layout.agent_owner_number
         else:
-            self._words.owners[lock] = 0
+            self._words.owners[lock_number] = 0
             semaphore.release()
 
-    def _request(self, operation: LockOperation, lock: int, ranges: Sequence[ByteRange] = ()) -> int:
+    def _request(self, operation: LockOperation, lock_number: int, ranges: Sequence[ByteRange] = ()) -> int:
         """Send a request for a lock of another host to this host's agent.  Return the answer, 0 for RELEASE."""
         me, sent = self.rank.number, self._words.sent
         own_channel = me * self.layout.n_ranks + me
-        description = f"for lock {lock}"
+        description = f"for lock {lock_number}"
         # The agent may still process a release.
         self._wait_for_count(WaitCondition.RECEIVED, own_channel, sent[own_channel], description)
         memory = self.layout.view_channel(self._segment, me, me)
-        write_with_length(memory, pickle.dumps((operation, lock, ranges), pickle.HIGHEST_PROTOCOL))
+        write_with_length(memory, pickle.dumps((operation, lock_number, ranges), pickle.HIGHEST_PROTOCOL))
         self.rank.control.fence()
         sent[own_channel] += 1
         if operation == LockOperation.RELEASE:

@@ -108,6 +108,14 @@ def test_global_dynamics_and_worker_need_the_launcher():
         Worker(5567)
 
 
+@pytest.mark.parametrize("name", ["sync_params", "copy_to_local", "copy_to_global"])
+def test_exchange_before_init_shared_params_names_the_called_method(name):
+    worker = object.__new__(Worker)  # as its constructor leaves it, without a controller
+    worker.shared_params = []
+    with pytest.raises(PlatoonError, match=rf"{name}: call init_shared_params\(\) first"):
+        getattr(worker, name)()
+
+
 # -- configuration -----------------------------------------------------------------------------------------------
 
 
@@ -305,8 +313,10 @@ class GroupOfPipes:
         self.group = WorkerGroup(
             f"synkhronos-test-{os.getpid()}-{random.random()}", "x", [], ["cpu"] * n, str(folder), None
         )
-        self.master = self.group._master = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-        self.group._exit_fds.append(os.pidfd_open(self.master.pid))
+        self.master = self.group._master_process = subprocess.Popen(
+            [sys.executable, "-c", "input()"], stdin=subprocess.PIPE
+        )
+        self.group._master_pidfds.append(os.pidfd_open(self.master.pid))
         self.group._process_ids = list(range(n))
         ends = [Pipe() for _ in range(n)]
         self.group._connections = {theirs: rank for rank, (_, theirs) in enumerate(ends)}

@@ -89,7 +89,15 @@ def test_local_sgd_equals_its_formula(n_ranks, period, optimizer):
     np.testing.assert_allclose(report, expected[:, -1].mean(0), **CLOSE)
 
 
-def test_local_sgd_of_one_step_is_bsp(n_ranks):
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
+def test_local_sgd_of_one_step_is_bsp_of_parameters(n_ranks, optimizer):
+    trace, report, _, _ = train(exchange_rules.LocalSGD(1), optimizer)
+    expected, expected_report, _, _ = train(exchange_rules.BSP("params"), optimizer)
+    np.testing.assert_allclose(trace, expected, **CLOSE)
+    np.testing.assert_allclose(report, expected_report, **CLOSE)
+
+
+def test_bsp_of_parameters_equals_its_formula(n_ranks):
     for optimizer in ("sgd", "momentum"):
         trace = train(exchange_rules.BSP("params"), optimizer)[0]
         np.testing.assert_allclose(trace, [oracle.bsp(*make_oracle_arguments(n_ranks, optimizer))] * n_ranks, **CLOSE)

@@ -75,7 +75,7 @@ def simple(two_ranks_per_test):
 @pytest.mark.parametrize(
     ("n", "rows", "block"), [(1, N, None), (2, N, None), (3, 2, None), (2, 1, None), (3, N, 100), (2, N, 1)]
 )
-def test_rows_sum_value_gradient_and_hessian_product_equal_pytensors(fork, monkeypatch, n, rows, block):
+def test_value_gradient_and_hessian_product_equal_pytensors(fork, monkeypatch, n, rows, block):
     if XLA and rows < 2 * n:
         pytest.skip("PyTensor takes the one row of a rank for something to broadcast, and refuses")
     if block is not None:
@@ -93,7 +93,7 @@ def test_rows_sum_value_gradient_and_hessian_product_equal_pytensors(fork, monke
             np.testing.assert_allclose(value, expected_value, rtol=1e-12, atol=1e-12)
 
 
-def test_rows_sum_accepts_any_shape_and_dtype(two_ranks_per_test):
+def test_accepts_any_shape_and_dtype(two_ranks_per_test):
     z, b = pt.ftensor3("z"), pt.fscalar("b")
     values = RNG.normal(size=(5, 2, 3)).astype("float32")
     total, serial = sum_both_ways(pt.tanh(z * b), [z], [values])
@@ -102,12 +102,12 @@ def test_rows_sum_accepts_any_shape_and_dtype(two_ranks_per_test):
     np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
-def test_rows_sum_accepts_rows_as_terms(two_ranks_per_test):
+def test_accepts_rows_as_terms(two_ranks_per_test):
     total = sum_over_rows(y, {y: Y})
     np.testing.assert_allclose(function([], total)(), Y.sum())
 
 
-def test_rows_sum_moves_other_terms_outside(two_ranks_per_test):
+def test_moves_other_terms_outside(two_ranks_per_test):
     heavy = pt.cumsum(w)
     total = sum_over_rows(x @ heavy, {x: X})
     assert total.owner.inputs == [heavy]
@@ -134,7 +134,7 @@ class UsersOp(pytensor.graph.Op):
         outputs[0][0] = np.asarray(inputs[0] * 2)
 
 
-def test_rows_sum_leaves_users_ops_to_the_master(two_ranks_per_test):
+def test_leaves_users_ops_to_the_master(two_ranks_per_test):
     op = UsersOp()
     doubled = op(scale)
     total = sum_over_rows(y * doubled, {y: Y})
@@ -144,7 +144,7 @@ def test_rows_sum_leaves_users_ops_to_the_master(two_ranks_per_test):
 
 
 @pytest.mark.parametrize("mode", ["CVM", "NUMBA"])
-def test_rows_sum_works_in_compiled_modes(compiler, two_ranks_per_test, mode):
+def test_works_in_compiled_modes(compiler, two_ranks_per_test, mode):
     a = pt.dvector("a")
     total, serial = sum_both_ways((y[:, None] - a) ** 3, [y], [Y])
     point = np.array([0.5, 1.5])
@@ -156,7 +156,7 @@ def test_rows_sum_works_in_compiled_modes(compiler, two_ranks_per_test, mode):
         np.testing.assert_allclose(value, expected_value)
 
 
-def test_rows_sum_works_within_a_scan(two_ranks_per_test):
+def test_works_within_a_scan(two_ranks_per_test):
     a = pt.dscalar("a")
     total = sum_over_rows((y - a) ** 2, {y: Y})
     step = lambda now, *_: now - 0.01 * pytensor.graph.replace.graph_replace(pytensor.grad(total, a), {a: now})  # noqa: E731
@@ -164,10 +164,10 @@ def test_rows_sum_works_within_a_scan(two_ranks_per_test):
     np.testing.assert_allclose(function([a], states[-1])(5.0), Y.mean())
 
 
-# -- messages ----------------------------------------------------------------------------------------------------
+# -- caching -----------------------------------------------------------------------------------------------------
 
 
-def test_rows_sum_caches_value_and_gradient_of_a_point(simple, calls):
+def test_caches_value_and_gradient_of_a_point(simple, calls):
     value, value_and_gradient = simple
     first = value_and_gradient(1.0)
     assert calls == ["gradient"]
@@ -179,7 +179,7 @@ def test_rows_sum_caches_value_and_gradient_of_a_point(simple, calls):
     assert calls == ["gradient"] * 2
 
 
-def test_rows_sum_value_and_gradient_are_one_evaluation(two_ranks_per_test, monkeypatch):
+def test_value_and_gradient_are_one_evaluation(two_ranks_per_test, monkeypatch):
     evaluations = []
     original = rows_sum.DistributedSum.evaluate
     monkeypatch.setattr(rows_sum.DistributedSum, "evaluate", lambda *a, **k: evaluations.append(1) or original(*a, **k))
@@ -190,7 +190,7 @@ def test_rows_sum_value_and_gradient_are_one_evaluation(two_ranks_per_test, monk
     assert len(evaluations) == 1
 
 
-def test_rows_sum_value_beside_gradients_has_derivatives(two_ranks_per_test):
+def test_value_beside_gradients_has_derivatives(two_ranks_per_test):
     a = pt.dscalar("a")
     total = sum_over_rows((y - a) ** 3, {y: Y})
     value, gradient = total.owner.op.sum.gradient_op(a)
@@ -200,28 +200,28 @@ def test_rows_sum_value_beside_gradients_has_derivatives(two_ranks_per_test):
     np.testing.assert_allclose(f(0.5), [first, second, second**2 + first * third])
 
 
-def test_rows_sum_gradient_leaves_the_graph_of_the_value_as_it_was(two_ranks_per_test):
+def test_gradient_leaves_the_graph_of_the_value_as_it_was(two_ranks_per_test):
     a = pt.dscalar("a")
     rows = sum_over_rows((pt.log(pt.exp(a)) * y + 0) ** 2, {y: Y}).owner.op.sum
     graph = pytensor.dprint(rows.total, file="str")
     assert rows._value_and_gradients and pytensor.dprint(rows.total, file="str") == graph
 
 
-def test_rows_sum_value_computes_no_gradient(two_ranks_per_test, calls):
+def test_value_computes_no_gradient(two_ranks_per_test, calls):
     a = pt.dscalar("a")
     value = function([a], sum_over_rows((y - a) ** 2, {y: Y}))
     np.testing.assert_allclose(value(1.0), ((Y - 1) ** 2).sum())
     assert calls == ["value"]
 
 
-def test_rows_sum_cache_compares_shapes(two_ranks_per_test):
+def test_cache_compares_shapes(two_ranks_per_test):
     a = pt.dmatrix("a")
     value = function([a], sum_over_rows(y * a.shape[0], {y: Y}))
     np.testing.assert_allclose(value(np.ones((2, 3))), 2 * Y.sum())
     np.testing.assert_allclose(value(np.ones((3, 2))), 3 * Y.sum())
 
 
-def test_rows_sum_results_are_writable_copies(two_ranks_per_test):
+def test_results_are_writable_copies(two_ranks_per_test):
     total = sum_over_rows((y[:, None] - w) ** 2, {y: Y})
     f = function([w], pytensor.grad(total, w))
     point = np.zeros(3)
@@ -231,7 +231,7 @@ def test_rows_sum_results_are_writable_copies(two_ranks_per_test):
     np.testing.assert_array_equal(f(point), copied)
 
 
-def test_rows_sum_accepts_shared_variables(two_ranks_per_test):
+def test_accepts_shared_variables(two_ranks_per_test):
     a = pytensor.shared(1.0, "a")
     total = sum_over_rows(y * a, {y: Y})
     f = function([], [total, pytensor.grad(total, a)])
@@ -240,7 +240,7 @@ def test_rows_sum_accepts_shared_variables(two_ranks_per_test):
     np.testing.assert_allclose(f(), [3 * Y.sum(), Y.sum()])
 
 
-def test_rows_sum_sends_new_values_of_shared_rows(two_ranks_per_test):
+def test_sends_new_values_of_shared_rows(two_ranks_per_test):
     xs, ys = pytensor.shared(X, "xs"), pytensor.shared(Y, "ys")
     total = sum_over_rows((y - x @ w) ** 2, {x: xs, y: ys})
     f = function([w], [total, pytensor.grad(total, w)])
@@ -268,7 +268,7 @@ def test_rows_sum_sends_new_values_of_shared_rows(two_ranks_per_test):
     check(X, Y)
 
 
-def test_rows_sum_over_no_rows_is_zero(two_ranks_per_test):
+def test_over_no_rows_is_zero(two_ranks_per_test):
     inputs, outputs = build_derivatives(sum_over_rows(log_density(x, y, group), {x: X[:0], y: Y[:0], group: GROUP[:0]}))
     for value, shape in zip(
         function(inputs, outputs)(*POINT, DIRECTION), [(), (3,), (4,), (), (3,), (4,), ()], strict=True
@@ -277,7 +277,7 @@ def test_rows_sum_over_no_rows_is_zero(two_ranks_per_test):
 
 
 @pytest.mark.parametrize("kind", ["shared", "array", "Data"])
-def test_rows_sum_sends_rows_changed_in_place(two_ranks_per_test, kind):
+def test_sends_rows_changed_in_place(two_ranks_per_test, kind):
     values = np.arange(5000.0)
     source = {"shared": lambda: pytensor.shared(values), "array": lambda: values, "Data": lambda: synk.data(values)}[
         kind
@@ -298,7 +298,7 @@ def test_rows_sum_sends_rows_changed_in_place(two_ranks_per_test, kind):
         np.testing.assert_allclose(f(0.5), [((memory - 0.5) ** 2).sum(), -2 * (memory - 0.5).sum()])
 
 
-def test_rows_sum_detects_a_change_in_long_rows(two_ranks_per_test):
+def test_detects_a_change_in_long_rows(two_ranks_per_test):
     values = np.ones((8, 1 << 14))
     a, rows = pt.dscalar("a"), pt.dmatrix("rows")
     f = function([a], sum_over_rows(((rows - a) ** 2).sum(axis=1), {rows: values}))
@@ -307,7 +307,7 @@ def test_rows_sum_detects_a_change_in_long_rows(two_ranks_per_test):
     np.testing.assert_allclose(f(0.5), ((values - 0.5) ** 2).sum())
 
 
-def test_rows_sum_notices_a_change_of_many_rows(two_ranks_per_test, calls):
+def test_notices_a_change_of_many_rows(two_ranks_per_test, calls):
     columns = pytensor.shared(np.ones((300_000, 2), order="F"))
     a = pt.dscalar("a")
     f = function([a], sum_over_rows(x.sum(axis=1) * a, {x: columns}))
@@ -321,7 +321,7 @@ def test_rows_sum_notices_a_change_of_many_rows(two_ranks_per_test, calls):
 
 
 @pytest.mark.new_ranks
-def test_rows_sum_sends_rows_to_new_ranks(fork):
+def test_sends_rows_to_new_ranks(fork):
     fork(2)
     a = pt.dscalar("a")
     total = sum_over_rows((y - a) ** 2, {y: Y})
@@ -336,7 +336,7 @@ def test_rows_sum_sends_rows_to_new_ranks(fork):
         f(2.0)
 
 
-def test_rows_sum_can_be_made_before_fork(fork):
+def test_can_be_made_before_fork(fork):
     synk.close()
     a = pt.dscalar("a")
     f = function([a], sum_over_rows(y * a, {y: Y}))
@@ -344,7 +344,7 @@ def test_rows_sum_can_be_made_before_fork(fork):
     np.testing.assert_allclose(f(2.0), 2 * Y.sum())
 
 
-def test_rows_sum_calls_of_threads_take_turns(simple):
+def test_calls_of_threads_return_own_results(simple):
     _, value_and_gradient = simple
     copies = [value_and_gradient.copy() for _ in range(4)]  # a function runs in one thread at a time
     wrong = []
@@ -363,7 +363,7 @@ def test_rows_sum_calls_of_threads_take_turns(simple):
     assert not wrong
 
 
-def test_rows_sum_in_a_forked_process_names_cores(simple):
+def test_in_a_forked_process_names_cores(simple):
     value, _ = simple
     value(1.0)
     reader, writer = os.pipe()
@@ -381,7 +381,7 @@ def test_rows_sum_in_a_forked_process_names_cores(simple):
     np.testing.assert_allclose(value(2.0), ((Y - 2) ** 2).sum())
 
 
-def test_rows_sum_unpickled_elsewhere_names_cores(two_ranks_per_test):
+def test_unpickled_elsewhere_names_cores(two_ranks_per_test):
     a = pt.dscalar("a")
     total = sum_over_rows((y - a) ** 2, {y: Y})
     code = "import pickle, sys; pickle.load(sys.stdin.buffer).perform(None, [1.0], [[None]])"
@@ -390,7 +390,7 @@ def test_rows_sum_unpickled_elsewhere_names_cores(two_ranks_per_test):
     assert b"RuntimeError" in ended.stderr and b'mp_ctx="fork"' in ended.stderr and b"cores=1" in ended.stderr
 
 
-def test_rows_sum_copies_share_rows(two_ranks_per_test):
+def test_copies_share_rows(two_ranks_per_test):
     a = pt.dscalar("a")
     total = sum_over_rows((y - a) ** 2, {y: Y})
     op = total.owner.op
@@ -403,7 +403,7 @@ def test_rows_sum_copies_share_rows(two_ranks_per_test):
 
 
 @pytest.mark.skipif(XLA, reason="XLA raises nothing")
-def test_rows_sum_raises_errors_of_ranks(two_ranks_per_test):
+def test_raises_errors_of_ranks(two_ranks_per_test):
     a = pt.dscalar("a")
     terms = pytensor.raise_op.Assert("too large")(y * a, pt.all(y * a < 100))
     f = function([a], sum_over_rows(terms, {y: np.append(np.ones(9), 200.0)}))
@@ -413,7 +413,7 @@ def test_rows_sum_raises_errors_of_ranks(two_ranks_per_test):
 
 
 @pytest.mark.new_ranks
-def test_rows_sum_works_after_a_death_and_a_new_fork(two_ranks_per_test):
+def test_works_after_a_death_and_a_new_fork(two_ranks_per_test):
     a = pt.dscalar("a")
     f = function([a], sum_over_rows((y - a) ** 2, {y: Y}))
     f(0.0)
@@ -445,12 +445,12 @@ def test_rows_sum_works_after_a_death_and_a_new_fork(two_ranks_per_test):
         (y + pt.random.normal(size=y.shape), {y: Y}, TypeError, "cannot be sent"),
     ],
 )
-def test_rows_sum_refuses_wrong_arguments(terms, rows, error, message):
+def test_refuses_wrong_arguments(terms, rows, error, message):
     with pytest.raises(error, match=message):
         sum_over_rows(terms, rows)
 
 
-def test_rows_sum_refuses_third_derivatives():
+def test_refuses_third_derivatives():
     a = pt.dscalar("a")
     total = sum_over_rows((y - a) ** 4, {y: Y})
     second = pytensor.grad(pytensor.grad(total, a), a)
@@ -458,7 +458,7 @@ def test_rows_sum_refuses_third_derivatives():
         pytensor.grad(second, a)
 
 
-def test_rows_sum_compares_only_arrays_that_may_change():
+def test_compares_only_arrays_that_may_change():
     array = np.zeros(4)
     view = array[:]
     view.flags.writeable = False

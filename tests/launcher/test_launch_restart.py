@@ -148,7 +148,7 @@ def test_session_failure_without_a_death_is_logged(tmp_path, monkeypatch):
     monkeypatch.setattr(master_process, "get_last_session", lambda: None)
     description = "the ranks did not finish within 9 seconds"
     error = WorkerError(f"{description}; the workers were ended.", 1, description=description)
-    master_process._log_death(tmp_path, error, False)
+    master_process._log_failure(tmp_path, error, False)
     (death,) = json.loads((tmp_path / "deaths.json").read_text())
     assert (death["rank"], death["host"], death["cause"]) == (1, "", f"ended: {description}")
 

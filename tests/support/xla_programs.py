@@ -39,17 +39,17 @@ def interrupt(spans, stream):
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def fail(spans, stream):
+def raise_error(spans, stream):
     """Raise an error."""
     raise ValueError("no more memory")
 
 
-def end(spans, stream):
+def overwrite_with_nan(spans, stream):
     """Overwrite the sum with NaN, which ends the loop."""
     overwrite(spans[0], 0xFF, stream)  # NaN, at which the loop ends
 
 
-def change(spans, stream):
+def overwrite_with_number(spans, stream):
     """Overwrite the sum with another number."""
     overwrite(spans[0], 0x3F, stream)
 
@@ -117,8 +117,8 @@ class Multiply(Command):
 
 
 @dataclass(frozen=True, slots=True)
-class AllReduceNumbers(Command):
-    """Command that all-reduces the rank numbers without a program."""
+class SumRankNumbers(Command):
+    """Command that sums the rank numbers without a program."""
 
     def run(self, rank):
         return sum(rank.all_gather(rank.number))

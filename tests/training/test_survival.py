@@ -18,11 +18,13 @@ from synkhronos.loading import Loader
 from synkhronos.ranks.errors import Death
 from synkhronos.ranks.mailbox import Mailbox
 from synkhronos.training import CheckpointFolder, Recorder, make_trainer
+from synkhronos.training.checkpoints.checkpoint_folder import CheckpointError
 from synkhronos.training.loops.death_limit import MAX_DEATHS_SINCE_COPY
 from synkhronos.training.monitoring import recorder
 from synkhronos.training.trainer import death_recovery, trainer_report_loop
 from synkhronos.training.trainer.death_recovery import RecoveryPolicy
 from synkhronos.training.trainer.epoch_data import TrainerData
+from synkhronos.training.trainer.trainer_state import TrainerPosition
 from synkhronos.training.updates import adam, momentum
 
 pytestmark = [
@@ -346,7 +348,7 @@ def test_rest_of_an_epoch_is_redistributed_and_no_other_training_resumes_in_it(m
     data = TrainerData([parts, synk.data(Y)], ROWS, 4, 0, None)
     data.allocate_row_order()
     before = data.prepare_row_source(1, 0, True).wait_for_row_indexes(0, data.n_epoch_rows).copy()
-    assert data.align_stop(12, 30) == 30 and data.order_key == (60, 0, [4, 1, 2])
+    assert data.round_stop_up_to_step(12, 30) == 30 and data.order_key == (60, 0, [4, 1, 2])
     monkeypatch.setattr(link, "ranks_by_host", [range(2), range(2, 3)])  # as if rank 1 had moved to the first host
     after = data.prepare_row_source(1, 12, True).wait_for_row_indexes(0, data.n_epoch_rows).copy()
     assert before[:12].tolist() == after[:12].tolist() and sorted(before.tolist()) == sorted(after.tolist())
@@ -354,9 +356,40 @@ def test_rest_of_an_epoch_is_redistributed_and_no_other_training_resumes_in_it(m
     steps = after[12:].reshape(-1, 12)
     assert steps[:, :8].max() < steps[:, 8:].min()  # rows of the first host, and of the second
     np.testing.assert_array_equal(parts, X)  # loaded again
-    assert data.order_key == (60, 0, []) and data.align_stop(12, 30) == 36 and data.align_stop(12, 60) == 60
+    assert data.round_stop_up_to_step(12, 30) == 36 and data.round_stop_up_to_step(12, 60) == 60
+    assert data.order_key[:2] == (60, 0) and len(data.order_key.partition_key) == 1  # no division, but a checksum
     again = data.prepare_row_source(1, 24, True)  # redistributed once
     assert again.wait_for_row_indexes(0, 60).tolist() == after.tolist()
+
+
+def test_checkpoint_is_not_restored_into_rows_redistributed_otherwise(tmp_path, monkeypatch):
+    """A loop that lost two ranks may hold rows in another order than its best checkpoint, for `restore_best`."""
+    fork_ranks(RANKS)
+    link = ranks.get_session()._group.link
+    trained = Model("BSP").trainer._model
+    trained.state.reset_if_session_is_new(ranks.get_session(), trained)
+
+    def redistribute(epoch, *moves):
+        """Return data whose rows were redistributed in an epoch, at each position among these ranks of each host."""
+        monkeypatch.setattr(link, "ranks_by_host", [range(1), range(1, 3)])
+        data = TrainerData([synk.data_parts(lambda start, stop: X[start:stop], ROWS)], ROWS, 4, 0, None)
+        data.allocate_row_order()
+        data.prepare_row_source(epoch, 0, True)
+        for start, ranks_by_host in moves:
+            monkeypatch.setattr(link, "ranks_by_host", ranks_by_host)
+            data.prepare_row_source(epoch, start, True)
+        return data
+
+    first, second = (12, [range(2), range(2, 3)]), (36, [range(1), range(1, 2), range(2, 3)])
+    data = redistribute(1, first)
+    trained.state.position = TrainerPosition(epoch=1, epoch_position=24, n_rows_of_earlier_epochs=ROWS)
+    path = trained.state.save(CheckpointFolder(tmp_path), data, trained.schedule)
+    assert trained.state.restore(path, data, trained.schedule) == ROWS + 24
+    for moves in (1, first, second), (1, second), (2, first), (1,):
+        with pytest.raises(
+            CheckpointError, match="rows that were redistributed .*: the order of rows would be another"
+        ):
+            trained.state.restore(path, redistribute(*moves), trained.schedule)
 
 
 def test_host_gets_two_tries_and_the_ranks_of_a_lost_one_none(monkeypatch):

@@ -45,7 +45,7 @@ def main(folder: str, arguments: MasterArguments) -> int:
         return _train(settings, arguments)
     except BaseException as error:
         if arguments.memory_checkpoint_folder:
-            _log_death(folder, error, arguments.is_recovery and not (Path(folder) / PROCESSES_FILE).exists())
+            _log_failure(folder, error, arguments.is_recovery and not (Path(folder) / PROCESSES_FILE).exists())
         text = _describe_failure(error)
         try:
             (Path(folder) / FAILURE_FILE).write_text(text, "utf-8", "backslashreplace")
@@ -68,8 +68,8 @@ def _describe_failure(error: BaseException) -> str:
     return f"{name}: {report.message}\n" if is_user_error else f"{name}:\n{report.traceback}\n"
 
 
-def _log_death(folder: str, error: BaseException, is_failed_start: bool) -> None:
-    """Log the cause of an error: a death, another failure of the session, or in a failed start any exception."""
+def _log_failure(folder: str, error: BaseException, is_failed_start: bool) -> None:
+    """Log why the session failed: a death, another failure of a rank, or in a failed start any exception."""
     session = get_last_session()
     if session is not None and session.death is not None:
         DeathLog(folder).add(session.death)

@@ -92,7 +92,10 @@ def prepare_rank(context: RankContext, settings: Settings, arguments: MasterArgu
 
 
 def build_model(context: RankContext, settings: Settings, exchange_rule: ExchangeRule) -> tuple[int, str]:
-    """Make, check and compile this rank's instance.  Return the size and dtype of the vector that ranks exchange."""
+    """Make, check and compile this rank's instance.  Return the size and dtype of the vector that ranks exchange.
+
+    The parameters of rank 0 are copied to all ranks, and the random streams of each rank are made different.
+    """
     model_class = import_model_class(settings.pythonpath, settings.modelfile, settings.modelclass)
     register_loaded_libraries()  # must precede the class's functions, which all ranks compile at once
     check_interface(model_class, settings.modelclass)

@@ -201,27 +201,33 @@ class Worker(metaclass=SingletonType):
             self.unlock()
 
     def sync_params(self, synchronous: bool = True) -> None:
-        """Exchange this worker's parameters and the shared ones by the rule, if ``synchronous`` with the lock held."""
-        with self._lock_shared_params(synchronous):
+        """Exchange this worker's parameters and the shared ones by the rule, if ``synchronous`` with the lock held.
+
+        If `init_shared_params` was not called, PlatoonError is raised.
+        """
+        with self._lock_shared_params("sync_params", synchronous):
             self.update_fn(self.shared_params)
 
     def copy_to_local(self, synchronous: bool = True) -> None:
-        """Copy the shared parameters to this worker's; arguments as in `sync_params`."""
-        with self._lock_shared_params(synchronous):
+        """Copy the shared parameters to this worker's; argument and error as in `sync_params`."""
+        with self._lock_shared_params("copy_to_local", synchronous):
             for param, value in zip(self.local_params, self.shared_params, strict=True):
                 param.set_value(value)
 
     def copy_to_global(self, synchronous: bool = True) -> None:
-        """Copy this worker's parameters to the shared ones; arguments as in `sync_params`."""
-        with self._lock_shared_params(synchronous):
+        """Copy this worker's parameters to the shared ones; argument and error as in `sync_params`."""
+        with self._lock_shared_params("copy_to_global", synchronous):
             for param, value in zip(self.local_params, self.shared_params, strict=True):
                 value[...] = param.get_value(borrow=True)
 
     @contextlib.contextmanager
-    def _lock_shared_params(self, synchronous: bool) -> Iterator[None]:
-        """Return a context manager that holds the lock, if ``synchronous``."""
+    def _lock_shared_params(self, caller: str, synchronous: bool) -> Iterator[None]:
+        """Return a context manager that holds the lock, if ``synchronous``.
+
+        If there are no shared parameters, it raises PlatoonError, which names the method ``caller``.
+        """
         if not self.shared_params:
-            raise PlatoonError("sync_params: call init_shared_params() first")
+            raise PlatoonError(f"{caller}: call init_shared_params() first")
         if synchronous:
             self.lock()
         try:

@@ -2,7 +2,7 @@
 
 A worker reports its own failure, with the reason.  If the worker was killed, worker 0, the ranks' master, reports it.
 A report about a peer's end may arrive before that peer's own report.  The group therefore waits until all processes
-have ended, and reads the rest of their messages, before it determines the first failure.
+have ended, and reads the rest of their messages, before it determines which failure to report.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Failure:
     """A worker's failure, which ends the experiment."""
 
     #: Rank of the worker that failed.
-    worker: int
+    rank: int
     #: Exit status of the experiment.
     status: int
     #: Description of the failure, which names the worker.
@@ -90,18 +90,18 @@ class WorkerGroup:
     ):
         folder = Path(log_directory or ".")
         folder.mkdir(parents=True, exist_ok=True)
-        n_local = len(devices)
         self._is_first_host = hosts is None or not hosts.index
+        all_devices = list(devices)
         if hosts is not None:
-            devices = [device for host_devices in hosts.devices_by_host.values() for device in host_devices]
-        is_unique = len(set(devices)) == len(devices)
+            all_devices = [device for host_devices in hosts.devices_by_host.values() for device in host_devices]
+        is_unique = len(set(all_devices)) == len(all_devices)
         log_paths = [
             str(folder / (f"worker_{device}" if is_unique else f"worker_{device}-{rank}"))
-            for rank, device in enumerate(devices)
+            for rank, device in enumerate(all_devices)
         ]
         script, arguments = f"{experiment_name}_worker.py", [word for text in arguments for word in shlex.split(text)]
-        self._settings = WorkerSettings(os.getpid(), address, script, arguments, list(devices), log_paths, hosts)
-        self._process_ids = [0] * n_local
+        self._settings = WorkerSettings(os.getpid(), address, script, arguments, all_devices, log_paths, hosts)
+        self._process_ids = [0] * len(devices)
         self._listener = sockets.listen(address)
         #: Process ID of the worker at the other end of each connection.
         self._connections: dict[Connection, int] = {}
@@ -109,16 +109,17 @@ class WorkerGroup:
         #: File and number of bytes of each shared memory, by its name.
         self._memory_files: dict[str, Any] = {}
         self._master_process: subprocess.Popen[bytes] | None = None
-        #: Process file descriptor of worker 0, if this group has started it.
-        self._exit_fds: list[int] = []
-        self._deadline = float("inf")
+        #: Process file descriptor of worker 0; empty if another group has started it.
+        self._master_pidfds: list[int] = []
+        #: Time at which workers that have not ended are killed.
+        self._kill_deadline = float("inf")
 
     def start(self) -> list[int]:
         """Start the workers, and return their process IDs in rank order; raise PlatoonError if that fails."""
         if self._is_first_host:
             self._start_master()
         while not all(self._process_ids):
-            readable = wait([self._listener, *self._exit_fds])
+            readable = wait([self._listener, *self._master_pidfds])
             if self._listener not in readable:
                 log = Path(f"{self._settings.log_paths[0]}.err").read_text()
                 raise PlatoonError(f"the workers did not start:\n{log}")
@@ -137,25 +138,25 @@ class WorkerGroup:
             self._master_process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
             )
-        self._exit_fds.append(os.pidfd_open(self._master_process.pid))
+        self._master_pidfds.append(os.pidfd_open(self._master_process.pid))
 
     def serve(self, handle_request: Callable[[Any, int, Any], Any]) -> Failure | None:
-        """Answer requests until all workers end, and return the first failure.
+        """Answer requests until all workers end, and return the failure to report, if any.
 
         ``handle_request`` takes a request, the worker's process ID and the request's info, and returns the answer.
         """
         while self._is_first_host or self._connections:
-            timeout = max(POLL_SECONDS, min(1.0, self._deadline - time.monotonic()))
-            readable = wait([*self._connections, *self._exit_fds], timeout)
-            if set(self._exit_fds) & set(readable):
+            timeout = max(POLL_SECONDS, min(1.0, self._kill_deadline - time.monotonic()))
+            readable = wait([*self._connections, *self._master_pidfds], timeout)
+            if set(self._master_pidfds) & set(readable):
                 break
-            if time.monotonic() >= self._deadline:
+            if time.monotonic() >= self._kill_deadline:
                 self.kill_workers()
             for connection in self._connections.keys() & set(readable):
                 request = self._receive_message(connection)
                 if request is not None and not self._failures:
                     self._send_answer(connection, request, handle_request)
-        return self._wait_for_first_failure()
+        return self._wait_for_failure()
 
     def _receive_message(self, connection: Connection) -> Any:
         """Receive a worker's message.  Return a request; record a failure or the worker's end, and return None."""
@@ -170,7 +171,7 @@ class WorkerGroup:
         if "failure" not in message:
             return message
         self._failures.append(Failure(**message["failure"]))
-        self._deadline = min(self._deadline, time.monotonic() + GRACE_SECONDS)
+        self._kill_deadline = min(self._kill_deadline, time.monotonic() + GRACE_SECONDS)
         return None
 
     def _send_answer(
@@ -200,8 +201,11 @@ class WorkerGroup:
         connection.send_bytes(json.dumps({"is_new": is_new}).encode())
         reduction.send_handle(connection, file.fileno(), self._connections[connection])
 
-    def _wait_for_first_failure(self) -> Failure | None:
-        """Wait for the end of all workers, and return the first failure; workers' reports of their own come first."""
+    def _wait_for_failure(self) -> Failure | None:
+        """Wait for the end of all workers, and return the failure to report.
+
+        It is the first that a worker reported about itself, or else the last report about another worker.
+        """
         for connection in list(self._connections):
             # This does not read to the end of the stream: a process forked by a worker may hold its socket open.
             while connection in self._connections and connection.poll():
@@ -220,7 +224,10 @@ class WorkerGroup:
         return Failure(0, UNREPORTED_FAILURE_STATUS, message, is_self_reported=False)
 
     def kill_workers(self) -> None:
-        """Kill the workers that have not ended, and their children."""
+        """Kill the workers of the first host that have not ended, and their children.
+
+        Workers of other hosts exit when worker 0 has ended.
+        """
         if self._master_process is None or self._master_process.returncode is not None:
             return
         with contextlib.suppress(ProcessLookupError):

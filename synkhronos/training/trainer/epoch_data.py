@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -45,7 +46,7 @@ class BatchLoopPlan:
     #: Whether a signal may end training before `stop`.
     can_stop: bool = False
     #: Totals between the last report and `start`: one per rank, or a single one for joint steps; empty at a report.
-    earlier_totals: Sequence[Any] = ()
+    totals_since_report: Sequence[Any] = ()
     #: Whether the loss is a weighted mean instead of a mean over rows.
     has_loss_weight: bool = False
 
@@ -58,6 +59,7 @@ class InMemoryRows:
     """Source of the rows of data in memory, in the order of the indexes ``order``; see also `LoaderRows`."""
 
     max_steps_per_launch = _MAX_STEPS_PER_LAUNCH
+    #: Whether loader processes have ended, as those of `LoaderRows` may; here are none.
     has_ended = False
 
     def __init__(self, data: list[Any], order: Any):
@@ -80,7 +82,7 @@ class OrderKey(NamedTuple):
 
     n_epoch_rows: int
     seed: int
-    #: Result of `TrainerData.get_partition_key`.
+    #: That of `TrainerData`.
     partition_key: list[int] | None
 
 
@@ -104,16 +106,23 @@ class TrainerData:
     n_epoch_rows: int = field(init=False)
     #: Row indexes in the epoch's order; None with a loader, and before `allocate_row_order`.
     row_order: Data | None = field(default=None, init=False)
+    #: Division of rows among hosts: a rank's rows per step, then the numbers of ranks; None without a division.  If
+    #: rows of the epoch were redistributed, a checksum of their order instead, which no other training has.
+    partition_key: list[int] | None = field(init=False)
     _ordered_epoch: int = field(default=-1, init=False)
 
     def __post_init__(self) -> None:
-        self.ranks_by_host = self.current_ranks_by_host = get_ranks_by_host_of_parts(self.arrays)
+        self.ranks_by_host = self.current_ranks_by_host = get_ranks_by_host_if_partitioned(self.arrays)
         self.n_epoch_rows = (
             self.n_data_rows if self.ranks_by_host is None else sum(map(len, self._iterate_step_rows(0)))
         )
+        self.partition_key = None if self.ranks_by_host is None else [self.batch_size, *map(len, self.ranks_by_host)]
 
     def count_rows(self) -> int:
-        """Count the rows that the data have now.  The number may change between epochs."""
+        """Count the rows that the data have now; the number may change between epochs.
+
+        Raise ValueError if the arrays' numbers of rows differ.
+        """
         lengths = {self.n_data_rows} if self.loader is not None else {len(array) for array in self.arrays}
         if len(lengths) > 1:
             raise ValueError(
@@ -141,7 +150,7 @@ class TrainerData:
             else:
                 order[...] = np.concatenate(list(self._iterate_step_rows(epoch)))
             self._ordered_epoch = epoch
-        hosts = get_ranks_by_host_of_parts(self.arrays)
+        hosts = get_ranks_by_host_if_partitioned(self.arrays)
         if hosts is not None and len(hosts) > 1 and hosts != self.current_ranks_by_host:
             self._redistribute_rows(start, hosts)
         return InMemoryRows(self.arrays, order)
@@ -157,35 +166,29 @@ class TrainerData:
         self.n_epoch_rows = start + len(order)
         self.row_order[start : self.n_epoch_rows] = order
         self.current_ranks_by_host = ranks_by_host
+        self.partition_key = [zlib.crc32(self.row_order.data[: self.n_epoch_rows].tobytes())]
 
-    def align_stop(self, start: int, stop: int) -> int:
-        """Return ``stop``, moved to the end of a step if rows were redistributed.  Steps begin at ``start``."""
-        hosts = get_ranks_by_host_of_parts(self.arrays)
+    def round_stop_up_to_step(self, start: int, stop: int) -> int:
+        """Return ``stop``, rounded up to the end of a step if rows were redistributed.  Steps begin at ``start``."""
+        hosts = get_ranks_by_host_if_partitioned(self.arrays)
         if hosts is None or len(hosts) == 1 or hosts == self.ranks_by_host:
             return stop
-        rows_per_step = self.batch_size * hosts[-1].stop
+        n_ranks = hosts[-1].stop
+        rows_per_step = self.batch_size * n_ranks
         return min(self.n_epoch_rows, start + -(-(stop - start) // rows_per_step) * rows_per_step)
 
     def _iterate_step_rows(self, epoch: int) -> Iterator[np.ndarray]:
         """Yield the row indexes of each step of an epoch, where ranks use only rows of their own host."""
         assert self.ranks_by_host is not None
+        n_ranks = self.ranks_by_host[-1].stop
         return iterate_shuffled_batches(
-            self.n_data_rows, self.batch_size * self.ranks_by_host[-1].stop, self.ranks_by_host, (self.seed, epoch)
+            self.n_data_rows, self.batch_size * n_ranks, self.ranks_by_host, (self.seed, epoch)
         )
 
     @property
     def order_key(self) -> OrderKey:
         """Values that determine the order of rows in the epoch."""
-        return OrderKey(self.n_epoch_rows, self.seed, self.get_partition_key())
-
-    def get_partition_key(self) -> list[int] | None:
-        """Return the division of rows among hosts: a rank's rows per step, then the numbers of ranks; None without one.
-
-        If rows of the epoch were redistributed, no other training has their order, and the list is empty.
-        """
-        if self.current_ranks_by_host != self.ranks_by_host:
-            return []
-        return None if self.ranks_by_host is None else [self.batch_size, *map(len, self.ranks_by_host)]
+        return OrderKey(self.n_epoch_rows, self.seed, self.partition_key)
 
 
 def check_enough_rows(count: int, batch_size: int) -> None:
@@ -195,6 +198,6 @@ def check_enough_rows(count: int, batch_size: int) -> None:
         raise ValueError(f"batch_size: {size} ranks times {batch_size} rows are more than the {count} rows of the data")
 
 
-def get_ranks_by_host_of_parts(data: list[Data]) -> list[range] | None:
+def get_ranks_by_host_if_partitioned(data: list[Data]) -> list[range] | None:
     """Return the ranks of each host if some array is made by `synkhronos.data_parts`, else None."""
     return ranks.get_session().ranks_by_host if any(isinstance(array, PartsData) for array in data) else None

@@ -40,8 +40,8 @@ class TrainerBatchLoop(BatchLoop):
         rate: float = math.nan,
     ):
         self.plan, self.source, self.meter, self.rows_per_step, self.rate = plan, source, meter, rows_per_step, rate
-        if plan.earlier_totals:
-            meter.begin_interval(plan.earlier_totals[meter.rank])
+        if plan.totals_since_report:
+            meter.begin_interval(plan.totals_since_report[meter.rank])
         #: Position up to which rows have been trained on.
         self.end = plan.start
         #: Ranges of positions whose rows unfinished steps may still read.

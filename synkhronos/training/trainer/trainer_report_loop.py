@@ -46,7 +46,7 @@ from synkhronos.training.trainer.epoch_data import (
     RowSource,
     TrainerData,
     check_enough_rows,
-    get_ranks_by_host_of_parts,
+    get_ranks_by_host_if_partitioned,
 )
 from synkhronos.training.trainer.joint_batch_loop import take_joint_steps
 from synkhronos.training.trainer.local_batch_loop import take_local_steps
@@ -162,7 +162,7 @@ class TrainerReportLoop(ReportLoop):
         """Start an epoch of all rows that the data have now."""
         data = self.data
         n_data_rows = data.count_rows()
-        was_rank_left_out = get_ranks_by_host_of_parts(data.arrays) != data.ranks_by_host
+        was_rank_left_out = get_ranks_by_host_if_partitioned(data.arrays) != data.ranks_by_host
         if n_data_rows != data.n_data_rows or was_rank_left_out:
             check_enough_rows(n_data_rows, data.batch_size)
             self.data = TrainerData(data.arrays, n_data_rows, data.batch_size, data.seed, data.loader)
@@ -208,9 +208,9 @@ class TrainerReportLoop(ReportLoop):
             schedule=model.schedule,
             recorders=[recorder for recorder in self.recorders if isinstance(recorder, Recorder)],
             shows_progress_bar=self.shows_progress_bar,
-            rank_groups=get_ranks_by_host_of_parts(data.arrays) or [range(ranks.get_session().size)],
+            rank_groups=get_ranks_by_host_if_partitioned(data.arrays) or [range(ranks.get_session().size)],
             can_stop=self.checkpoints is not None,
-            earlier_totals=resize_totals(
+            totals_since_report=resize_totals(
                 position.totals, 1 if model.joint_step is not None else ranks.get_session().size
             ),
             has_loss_weight=model.graph.weight is not None,
@@ -227,7 +227,7 @@ class TrainerReportLoop(ReportLoop):
         try:
             # A loader frees memory on the ranks, and data_parts may be loaded again.
             source = self.death_policy.run_idempotent(prepare_row_source) if is_joint else prepare_row_source()
-            self.interval_stop = data.align_stop(position.epoch_position, self.interval_stop)
+            self.interval_stop = data.round_stop_up_to_step(position.epoch_position, self.interval_stop)
             position.order_key = data.order_key
             plan = self._make_plan(min(self.interval_stop, position.epoch_position + self._count_rows_until_copy()))
             if is_joint:
@@ -295,7 +295,7 @@ class TrainerReportLoop(ReportLoop):
         batches: Iterable[Any]
         if isinstance(valid, Loader):
             batches = valid.epoch(0, step)
-        elif get_ranks_by_host_of_parts(valid[0]):
+        elif get_ranks_by_host_if_partitioned(valid[0]):
             batches = iterate_ordered_batches(valid[1], step, ranks.get_session().size)
         else:
             batches = (slice(start, min(valid[1], start + step)) for start in range(0, valid[1], step))

@@ -130,7 +130,7 @@ class TrainerState:
             "stop": position.best_cost.to_dict(),
             "seed": data.seed,
             "count": data.n_data_rows,
-            "parts": data.get_partition_key(),
+            "parts": data.partition_key,
             "batch_size": data.batch_size,
             "schedule": schedules.get_state(schedule),
             "steps_taken": position.steps,
@@ -147,10 +147,10 @@ class TrainerState:
                 f"{path} is of {meta['count']} rows and seed {meta['seed']}, got {data.n_data_rows} and "
                 f"{data.seed}: the order of rows would be another"
             )
-        if meta["row"] and meta["parts"] != data.get_partition_key():
+        if meta["row"] and meta["parts"] != data.partition_key:
             raise CheckpointError(
                 f"{path} was written within an epoch over data_parts, of {_describe_partition(meta['parts'])}, got "
-                f"{_describe_partition(data.get_partition_key())}: the order of rows would be another; use a "
+                f"{_describe_partition(data.partition_key)}: the order of rows would be another; use a "
                 "checkpoint from the end of an epoch"
             )
         position = TrainerPosition(
@@ -177,8 +177,8 @@ class TrainerState:
 
 
 def _describe_partition(partition_key: list[int] | None) -> str:
-    if partition_key == []:
-        return "rows that were redistributed after the loss of a rank"
+    if partition_key is not None and len(partition_key) < 2:  # older checkpoints have no checksum
+        return f"rows that were redistributed after the loss of a rank, with checksum {partition_key}"
     return (
         "other data"
         if partition_key is None
