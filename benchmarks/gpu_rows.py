@@ -29,7 +29,7 @@ from benchmarks._measure import (
 from synkhronos import ranks
 from synkhronos.data_objects.data_access import get_array_location
 from synkhronos.devices import get_rank_device
-from synkhronos.devices.cuda.staging import check_result
+from synkhronos.devices.cuda.staging import unwrap_cuda_result
 from synkhronos.ranks import ArrayLocation, Command, Rank
 
 WIDTH = 784
@@ -52,7 +52,7 @@ class CopyRows(Command):
             target = rank.objects["benchmark"] = device.empty((self.nbytes,), np.dtype(np.uint8))
         source = staging.pin_segment(rank, self.location.segment_key) + rank.number * self.nbytes
         staging.set_current_gpu()
-        check_result(
+        unwrap_cuda_result(
             staging.driver.cuMemcpyAsync(device.get_address(target), source, self.nbytes, staging.copy_stream_handle)
         )
         staging.copy_stream.sync()

@@ -252,7 +252,7 @@ class AllReducePlan(NamedTuple):
             if not rank.is_master:  # at a worker's next command, other ranks may have overwritten their digests
                 rank.barriers.fail_command()
                 rank.barriers.wait_until_decided(rank.command_number)
-                started.cancel(rank.command_number)
+                started.resolve_failed_command(rank.command_number)
             raise
 
     def _start_and_store(self, rank: Rank, op: str, started: _StartedAllReduce) -> bool:
@@ -323,8 +323,8 @@ class _StartedAllReduce(PendingOperation):
             plan.targets[:] = [None] * len(plan.targets)
             self.end()
 
-    def cancel(self, command_number: int) -> None:
-        """Store the results of a failed command if all ranks have started the all-reduce."""
+    def resolve_failed_command(self, command_number: int) -> None:
+        """Store the results of a failed command if all ranks have started the all-reduce; discard them otherwise."""
         rank, plan = self._rank, self.plan
         if plan is None:
             return

@@ -85,7 +85,7 @@ def prepare_replicas(
     own_layouts = tuple([(r.value.shape, r.value.dtype, get_array_device(r.value).name) for r in replicas])
     device = get_rank_device(rank)
     communicator = device.get_communicator(rank)
-    all_gather = rank.all_gather if digests_differ else rank.all_gather_unless_equal
+    all_gather = rank.all_gather if digests_differ else rank.all_gather_if_different
     by_rank, generations = zip(*all_gather((own_layouts, communicator.generation)), strict=True)
     cache = rank.registry.get_or_create(_TransferCache)
     key = by_rank, uses_device_communicator, op

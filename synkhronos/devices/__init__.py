@@ -135,7 +135,7 @@ def choose_device(use_gpu: bool | None, n_parallel: int | None) -> tuple[Device,
     core that this process may use.  Raise RuntimeError if the GPUs can't be used as requested, or if Theano
     already computes on a GPU and can't return to the CPU.  Raise ValueError if there are fewer GPUs than ranks.
     """
-    nccl_handlers.read_nccl_caller()  # raises ValueError for an unknown value, on all machines alike
+    nccl_handlers.read_nccl_call_mode()  # raises ValueError for an unknown value, on all machines alike
     environment_device = read_environment_device()
     if environment_device is not None:
         return environment_device, count_available_cores() if n_parallel is None else n_parallel

@@ -53,7 +53,7 @@ class JaxDevice(CudaDevice):
             if platforms:
                 advice = f"JAX_PLATFORMS is {platforms!r}: remove it, or pass use_gpu=False"
             raise RuntimeError(f"JAX computes on {devices[0].platform!r} although GPU {gpu} is visible: {advice}")
-        if nccl_handlers.read_nccl_caller() == "graph":
+        if nccl_handlers.read_nccl_call_mode() == "graph":
             # By default NCCL registers memory when an operation is recorded, which may be a collective.  But XLA
             # records again when an address has changed, possibly on a single rank.
             os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
@@ -94,10 +94,10 @@ class JaxDevice(CudaDevice):
         return self.can_communicate(dtype) and self._launches_inline
 
     @cached_property
-    def nccl_caller(self) -> nccl_handlers.NcclCaller:
-        """Code that calls NCCL within a launch: that of the environment variable, or "python" without a compiler."""
-        caller = nccl_handlers.read_nccl_caller()
-        return "python" if caller == "python" or nccl_handlers.load_handlers() is None else caller
+    def nccl_call_mode(self) -> nccl_handlers.NcclCallMode:
+        """The way in which XLA calls NCCL: the environment variable's value, or "python" without a compiler."""
+        mode = nccl_handlers.read_nccl_call_mode()
+        return "python" if mode == "python" or nccl_handlers.load_handlers() is None else mode
 
     # -- arrays ----------------------------------------------------------------------------------------------
 

@@ -55,7 +55,7 @@ class MultiHostCommunicator(SharedMemoryCommunicator):
     def __init__(self, rank: Rank):
         super().__init__(rank)
         link_memory, self._local_ranks = LinkMemory(rank.control), rank.local_ranks
-        self._n_next_hosts = link_memory.n_next_hosts
+        self._n_next_hosts_word = link_memory.n_next_hosts_word
         self._up_out, self._up_in, self._down_out, self._down_in, self._local_stream = (
             PipeEnd(rank, link_memory, pipe) for pipe in (UP_OUT, UP_IN, DOWN_OUT, DOWN_IN, LOCAL_STREAM)
         )
@@ -122,7 +122,7 @@ class MultiHostCommunicator(SharedMemoryCommunicator):
                 content = self.switch_scratch_halves()[root - local_ranks.start][:frame_nbytes]
                 if number == root and source is not None:
                     copy_bytes(source, offset, content)
-                self._local_stream.advance()
+                self._local_stream.finish_frame()
                 self._local_stream.wait_all_processed()
             else:
                 content = source_pipe.wait_for_received_frame()[:frame_nbytes]
@@ -130,11 +130,11 @@ class MultiHostCommunicator(SharedMemoryCommunicator):
                 frame = pipe.wait_for_free_frame()
                 if number == local_ranks.start:
                     frame[:frame_nbytes] = content
-                pipe.advance(frame_nbytes)
+                pipe.finish_frame(frame_nbytes)
             if target is not None and number != root:
                 target[offset : offset + frame_nbytes] = content
             if source_pipe is not self._local_stream:
-                source_pipe.advance()
+                source_pipe.finish_frame()
 
     def _reduce(
         self,
@@ -161,7 +161,7 @@ class MultiHostCommunicator(SharedMemoryCommunicator):
                 own_chunk = source[offset : offset + count]
                 halves[local_index][:low] = own_chunk[:low]
                 halves[local_index][high:] = own_chunk[high:]
-            self._local_stream.advance()
+            self._local_stream.finish_frame()
             self._local_stream.wait_all_processed()
             inputs = [
                 source[offset + low : offset + high]
@@ -180,8 +180,8 @@ class MultiHostCommunicator(SharedMemoryCommunicator):
             if self._is_last and reduce_op.is_mean:
                 np.true_divide(result, len(contributors), out=result)
             if not self._is_first:
-                self._up_in.advance()
-            out.advance(count * accumulator.itemsize)
+                self._up_in.finish_frame()
+            out.finish_frame(count * accumulator.itemsize)
             pending.append((offset, count))
             if len(pending) > self._max_pending_chunks:
                 self._finish_chunk(target, pending.pop(0), accumulator, len(pending))
@@ -197,7 +197,7 @@ class MultiHostCommunicator(SharedMemoryCommunicator):
         Invariant: the pipes at both ends of a hop have room for four times `N_FRAMES` chunks.  Hosts with full pipes
         therefore never wait for each other in a circle.
         """
-        return _MAX_PENDING_ON_LAST_HOST if self._is_last else N_FRAMES * self._n_next_hosts[0]
+        return _MAX_PENDING_ON_LAST_HOST if self._is_last else N_FRAMES * self._n_next_hosts_word[0]
 
     def _finish_chunk(
         self, target: np.ndarray | None, chunk: tuple[int, int], accumulator: np.dtype, n_newer: int
@@ -217,11 +217,11 @@ class MultiHostCommunicator(SharedMemoryCommunicator):
                 frame = self._down_out.wait_for_free_frame()
                 if self._rank.number == self._local_ranks.start:
                     frame[: count * accumulator.itemsize] = as_bytes(result)
-                self._down_out.advance(count * accumulator.itemsize)
+                self._down_out.finish_frame(count * accumulator.itemsize)
         if target is not None:
             target[offset : offset + count] = result
         if not self._is_last:
-            self._down_in.advance()
+            self._down_in.finish_frame()
 
 
 def get_numpy_communicator(rank: Rank) -> SharedMemoryCommunicator:

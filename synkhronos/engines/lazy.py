@@ -41,7 +41,7 @@ class _StoredOutputs(dict[int, tuple[Engine, RankOutputs]], PendingOperation):
         super().__init__()
         rank.pending_operations.append(self)
 
-    def cancel(self, command_number: int) -> None:
+    def resolve_failed_command(self, command_number: int) -> None:
         """Drop the outputs of a failed command, which have no `Result`."""
         self.pop(command_number, None)
 

@@ -27,9 +27,9 @@ class PygpuEngine(Engine):
         """Wrap a function so that it waits for its inputs, and later copies wait until it has read them."""
 
         def run(*inputs: Any) -> Any:
-            PYGPU.before_launch()
+            PYGPU.order_launch_after_copies()
             results = function(*inputs)
-            PYGPU.after_launch(results)
+            PYGPU.record_launch(results)
             return results
 
         return Runner(run)

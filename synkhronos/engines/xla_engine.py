@@ -65,7 +65,8 @@ class XlaEngine(LazyEngine):
             wire_dtype=exchange.wire_dtype,
             n_ranks=rank.size,
             n_tail_items=exchange.n_tail_items,
-            nccl_caller=JAX.nccl_caller if shards is None else "python",
+            # The handlers in C++ only all-reduce; a sharded step also reduce-scatters and all-gathers.
+            nccl_call_mode=JAX.nccl_call_mode if shards is None else "python",
             op=op,
             spans_hosts=rank.spans_hosts,
             shards=shards,

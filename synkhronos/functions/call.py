@@ -68,7 +68,7 @@ class _CallFields(NamedTuple):
     computation_key: Any
     variant: Variant
     #: Whether ranks may need to compile the variant; False once the master has had a result of it.
-    needs_compile: bool
+    may_need_compile: bool
     #: A broadcast input is an `ArrayLocation`; every rank reads all of its rows.
     inputs: tuple[ScatteredInput | ArrayLocation, ...]
     #: Number of selected rows of all ranks together; None if no input is scattered.
@@ -93,7 +93,7 @@ class Call(_CallFields, Command):
         return self.num_slices > 1
 
     @property
-    def effect(self) -> str | None:
+    def effect_sentence(self) -> str | None:
         """Sentence for error messages: what the command has changed if a rank fails later; or None."""
         return "The function's updates were applied" if self.has_updates else None
 
@@ -114,7 +114,7 @@ class Call(_CallFields, Command):
         Ranks may wait for each other while they compile, so all call this at the same point of a command.
         """
         computation: Computation = rank.get_object(self.computation_key)
-        if self.needs_compile:
+        if self.may_need_compile:
             self._compile(computation, rank)
         return RankCall(self, computation, computation.get_or_compile(self.variant), rank)
 
@@ -179,7 +179,7 @@ class RankCall:
         if n_rank_means:
             self._check_rank_means()
         if self.has_rows or (call.n_total_rows == 0 and rank.is_master):
-            if call.needs_compile:
+            if call.may_need_compile:
                 self._compute_first_time()
             else:
                 self.compute()
@@ -187,9 +187,9 @@ class RankCall:
                 rank.record_effect()
         elif n_rank_means:
             RankMeanContext(rank.all_gather_bytes, n_rank_means).contribute_no_rows()
-        elif call.needs_compile and self._writes_disk_cache():
+        elif call.may_need_compile and self._writes_disk_cache():
             rank.barrier()
-        if call.needs_compile:
+        if call.may_need_compile:
             rank.thread_limit.apply()  # the compiled code may have loaded a BLAS
         if not self.compiled.output_spec.ops:
             return []
@@ -271,7 +271,7 @@ class RankCall:
                 rows = range(min(lengths))[selected]
         except IndexError as error:
             problem = f"{error} on rank {self._rank.number}"
-        problems = [p for p in self._rank.all_gather_unless_equal(problem) if p is not None]
+        problems = [p for p in self._rank.all_gather_if_different(problem) if p is not None]
         if problems or rows is None:
             self._rank.raise_common_error(IndexError(problems[0]))
         return rows

@@ -43,9 +43,10 @@ class Dispatcher:
         self.input_writer = CallInputWriter(computation)
         #: Variants that all ranks have compiled.
         self._compiled_variants: set[Variant] = set()
-        #: Replicator of `distributed_session`, and its number of the master's values at the last call.
+        #: Replicator of `distributed_session`.
         self._replicator: Replicator
-        self._n_values_set_on_master = 0
+        #: `Replicator.n_values_set_on_master` at the last call: if it has grown, the user has set values meanwhile.
+        self._last_n_master_values = 0
         #: Shared variables that the function reads, and those that it updates.
         self._accessed_shareds: tuple[set[Any], set[Any]] | None = None
 
@@ -79,16 +80,16 @@ class Dispatcher:
         has_updates = bool(self.computation.updates)
         try:
             self.ensure_distributed(session)
-            if self._n_values_set_on_master != self._replicator.n_values_set_on_master:
+            if self._last_n_master_values != self._replicator.n_values_set_on_master:
                 self._warn_of_master_values()
             self.computation.engine.prepare_call(session)
         except Exception as error:
             if has_updates:  # errors of later stages have such a note too
                 error.add_note("The function's updates were applied on no rank.")
             raise
-        needs_compile = variant not in self._compiled_variants
+        may_need_compile = variant not in self._compiled_variants
         return Call(
-            self.computation_key, variant, needs_compile, call_inputs, n_rows, call_batch_s, num_slices, has_updates
+            self.computation_key, variant, may_need_compile, call_inputs, n_rows, call_batch_s, num_slices, has_updates
         )
 
     def finish_call(self, session: Session, call: Call, command_result: Any) -> list[Any]:
@@ -189,7 +190,7 @@ class Dispatcher:
     def record_distribution_and_move_shareds(self, session: Session) -> None:
         """Record that the workers have the computation, and move the master's shared variables to its device."""
         self.distributed_session, self._replicator = session, Replicator.get_or_create(session)
-        self._n_values_set_on_master = 0
+        self._last_n_master_values = 0
         session.replacement_callbacks[self] = Dispatcher._handle_worker_replacement
         self._compiled_variants = set()
         self.computation.reset_if_engine_changed()
@@ -199,7 +200,7 @@ class Dispatcher:
 
     def _warn_of_master_values(self) -> None:
         """Warn of values that the user has set since the last call, if the function reads them."""
-        computation, self._n_values_set_on_master = self.computation, self._replicator.n_values_set_on_master
+        computation, self._last_n_master_values = self.computation, self._replicator.n_values_set_on_master
         if self._accessed_shareds is None:
             self._accessed_shareds = set(computation.list_read_shareds()), {shared for shared, _ in computation.updates}
         self._replicator.warn_of_master_values(computation.name, *self._accessed_shareds)

@@ -111,7 +111,7 @@ class Agent:
         self._local_ranks = control.local_ranks
         self._local_slice = slice(self._local_ranks.start, self._local_ranks.stop)
         self._link_memory = LinkMemory(control)
-        self._link_memory.n_next_hosts[0] = world.size - 1 - world.rank
+        self._link_memory.n_next_hosts_word[0] = world.size - 1 - world.rank
         self._messenger = Messenger(mpi, world)
         self._frame_transport = FrameTransport(mpi, frame_comm, control, self._link_memory)
         self._page_table = PageTable(world.size - 1, self.keep_alive)
@@ -151,7 +151,7 @@ class Agent:
             for source, message_type, arguments in self._messenger.receive():
                 self._handlers[message_type](source, *arguments)
                 has_events |= message_type != MessageType.HEARTBEAT
-            if self._frame_transport.advance():
+            if self._frame_transport.poll():
                 self._control.wake_local_ranks(AWAITS_BARRIER)
                 has_events = True
             has_events |= self._program_agent.advance()

@@ -40,8 +40,8 @@ class LinkMemory:
         words = memory[MAX_FAILURE_NBYTES : MAX_FAILURE_NBYTES + _compute_words_nbytes(n_local)].cast("Q")
         #: Fields of the `SessionFailure` that the agent reports, as JSON.
         self.failure_json = memory[:MAX_FAILURE_NBYTES]
-        #: One word: the number of hosts after this one in the chain.
-        self.n_next_hosts = words[:1]
+        #: One word, which contains the number of hosts after this one in the chain.
+        self.n_next_hosts_word = words[:1]
         #: Number of frames that the agent has sent or received, by pipe.
         self.n_transferred = words[1:5]
         #: Number of bytes in each frame, by pipe.
@@ -102,12 +102,12 @@ class PipeEnd:
         if transferred[pipe] < target_count:
             self._rank.barriers.wait_until(lambda: transferred[pipe] >= target_count)
 
-    def view_previous_frame(self, n_newer: int) -> np.ndarray:
-        """Return the last frame that this rank has processed, except the ``n_newer`` newest, as bytes."""
-        return self._view_frame_bytes(self._get_frame_number() - 1 - n_newer)
+    def view_previous_frame(self, n_skipped: int) -> np.ndarray:
+        """Return the last frame that this rank has processed, before the newest ``n_skipped``, as bytes."""
+        return self._view_frame_bytes(self._get_frame_number() - 1 - n_skipped)
 
-    def advance(self, nbytes: int = 0) -> None:
-        """Mark the current frame as processed, and advance to the next; ``nbytes`` is the length of a frame to send."""
+    def finish_frame(self, nbytes: int = 0) -> None:
+        """Mark the current frame as processed, and go to the next; ``nbytes`` is the length of a frame to send."""
         frame_number = self._get_frame_number()
         self._frame_number = frame_number + 1
         if nbytes:
@@ -116,9 +116,9 @@ class PipeEnd:
         self._n_processed[self._local_rank] = self._start_count + frame_number + 1
         self._rank.control.wake_local_ranks(AWAITS_BARRIER)
 
-    def wait_all_processed(self, n_newer: int = 0) -> None:
-        """Wait until all ranks of the host have processed this rank's frames, except the ``n_newer`` newest."""
-        processed, target_count = self._n_processed, self._start_count + self._get_frame_number() - n_newer
+    def wait_all_processed(self, n_skipped: int = 0) -> None:
+        """Wait until all ranks of the host have processed this rank's frames, except the newest ``n_skipped``."""
+        processed, target_count = self._n_processed, self._start_count + self._get_frame_number() - n_skipped
         self._rank.barriers.wait_until(lambda: min(processed) >= target_count)
 
     def _view_frame_bytes(self, frame_number: int) -> np.ndarray:
@@ -168,18 +168,18 @@ class FrameTransport:
         has_sent_last = all(request.Test() for request in self._last_frame_requests)
         return has_sent_last and not self.has_transfers and len(self._ended_neighbours) == len(self._neighbours)
 
-    def advance(self) -> bool:
+    def poll(self) -> bool:
         """Start and complete transfers without blocking.  Return True if ranks have to be woken."""
         command_number = self._control.words[ControlMemory.POSTED] + self._number_offset
         if command_number != self._command_number:
             self._command_number, self._start_count = command_number, command_number << COUNT_BITS
             self._next_frame_numbers = dict.fromkeys(self._next_frame_numbers, 0)
-        has_events = False
+        must_wake_ranks = False
         for outgoing, incoming, neighbour in self._neighbours:
-            has_events |= self._complete_transfers(outgoing) | self._complete_transfers(incoming)
+            must_wake_ranks |= self._complete_transfers(outgoing) | self._complete_transfers(incoming)
             self._send_frames(outgoing, neighbour)
             self._receive_frames(incoming, neighbour)
-        return has_events
+        return must_wake_ranks
 
     @property
     def has_transfers(self) -> bool:
@@ -188,13 +188,13 @@ class FrameTransport:
 
     def _complete_transfers(self, pipe: int) -> bool:
         """Remove completed transfers.  Return True if one belongs to the current command."""
-        in_transit, has_events = self._in_transit[pipe], False
+        in_transit, must_wake_ranks = self._in_transit[pipe], False
         while in_transit and in_transit[0][1].Test():
             transferred = in_transit.popleft()[0]
             if transferred > self._start_count:
                 self._link_memory.n_transferred[pipe] = transferred
-                has_events = True
-        return has_events
+                must_wake_ranks = True
+        return must_wake_ranks
 
     def _send_frames(self, pipe: int, neighbour: int) -> None:
         """Start sending the frames that all ranks of this host have filled."""

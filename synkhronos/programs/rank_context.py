@@ -144,7 +144,7 @@ class RankContext:
             can_overwrite = overwrite and NUMPY.as_writable(numpy_array, False) is numpy_array
             value = numpy_array if can_overwrite else np.array(numpy_array, order="C")
         reduction = _describe_reduction(value, op, device)
-        reductions = self._peers.all_gather_unless_equal(reduction, "all_reduce()")
+        reductions = self._peers.all_gather_if_different(reduction, "all_reduce()")
         if any(other != reduction for other in reductions):
             self._rank.raise_common_error(
                 RuntimeError(f"all_reduce: expected the same shape, dtype and op on all ranks, got {reductions}")
@@ -153,7 +153,7 @@ class RankContext:
             return value
         communicator = device.get_communicator(self._rank)
         if device is not NUMPY:
-            communicator.connect(self._rank.all_gather_unless_equal(communicator.generation))
+            communicator.connect(self._rank.all_gather_if_different(communicator.generation))
             value = device.as_writable(value, has_other_references=False) if overwrite else _copy_array(device, value)
         communicator.all_reduce(value, op)
         value = device.rewrap(value, communicator.wait_briefly())

@@ -40,7 +40,7 @@ class Command(ABC):
     __slots__ = ()
 
     @property
-    def effect(self) -> str | None:
+    def effect_sentence(self) -> str | None:
         """Effect of the command, as a sentence for errors such as "The function's updates were applied"; or None.
 
         A command with an effect calls `Rank.record_effect` once the effect is applied.  The error of a failed command
@@ -49,7 +49,7 @@ class Command(ABC):
         return None
 
     @property
-    def partial_effect(self) -> str | None:
+    def partial_effect_sentence(self) -> str | None:
         """Sentence for errors if ranks may have applied a part of the effect, or None if that is impossible."""
         return None
 

@@ -13,7 +13,7 @@ A command is posted by one word in shared memory, `ControlMemory.POSTED`, and fi
     done[master] = number                                       done[r] = number; the last one wakes the master
     wait until every rank is done (`_wait_for_completion`) <────┘
     no rank failed: return the master's result
-    a rank failed:  cancel pending operations, raise the master's error, or a WorkerError made of the reports
+    a rank failed:  abort or complete pending operations, raise the master's error, or a WorkerError made of the reports
 
 A waiting master checks regularly whether its workers live (`_close_if_failed_or_late`); a computing one is
 interrupted by a signal (`PeerWatch`).  A death closes the session, and the call raises a WorkerError.
@@ -178,19 +178,19 @@ class CommandRunner(ABC):
         Raise WorkerError if a worker raised an exception or died, or raise the exception of the master's own part.
         """
         self.send_releases()
-        return self.run_without_releases(command)
+        return self.run_only(command)
 
     def send_releases(self) -> None:
-        """Tell the workers to drop the objects that the master has released.  The lock has to be held."""
+        """Send the keys of the objects that the master has released to the workers.  The lock has to be held."""
         self._finish_last_command()
         if self.memory.unsent_releases:
             self.memory.send_changes()
 
     def _finish_last_and_run(self, command: Command) -> Any:
         self._finish_last_command()
-        return self.run_without_releases(command)
+        return self.run_only(command)
 
-    def run_without_releases(self, command: Command) -> Any:
+    def run_only(self, command: Command) -> Any:
         """Run a command on all ranks, as `run`, but without releasing objects before.  Return the master's result.
 
         The order is the same whether the master's part succeeds, fails or is interrupted:
@@ -198,7 +198,7 @@ class CommandRunner(ABC):
         1. Run the master's part; if it fails, mark the command as failed, which ends the waits of the others.
         2. Set `done` of the master.  Since this follows its last barrier of the command, no rank waits for it any more.
         3. Wait until all ranks are done.  The workers' reports are then complete, and no rank starts another operation.
-        4. Cancel the pending operations of a failed command, and raise.
+        4. Abort or complete the pending operations of a failed command, and raise.
 
         If an interrupt ends the master's part, step 3 waits only briefly.  `_all_ranks_done` then stays False, and the
         next call completes the wait (`_finish_last_command`), also if an exception leaves this method before step 2.
@@ -217,7 +217,7 @@ class CommandRunner(ABC):
             reports = self._read_reports(command_number) if has_failed else []
             if has_failed and self._group.link.find_failure() is not None:
                 self._close_if_failed()  # the reports may only be consequences of the host's failure
-            self.rank.cancel_operations_of_failed_command()
+            self.rank.resolve_operations_of_failed_command()
         except PeerDied:  # raised just after the master's part had failed
             self._close_if_failed()
             raise
@@ -281,7 +281,9 @@ class CommandRunner(ABC):
         is_posted = control.words[ControlMemory.POSTED] == command_number
         # An interrupted master does not wait for ranks that have not finished.
         busy_ranks = [r for r in range(size) if control.done[r] < command_number] if is_posted else []
-        effect = describe_effect(command.effect, command.partial_effect, applied_ranks, busy_ranks, size)
+        effect = describe_effect(
+            command.effect_sentence, command.partial_effect_sentence, applied_ranks, busy_ranks, size
+        )
         if reports and (master_error is None or isinstance(master_error, Cancelled)):
             error = make_worker_error(reports, effect)
             error.__cause__ = None

@@ -163,22 +163,28 @@ class Cancelled(Exception):
 
 
 def describe_effect(
-    effect: str | None, partial_effect: str | None, applied_ranks: list[int], busy_ranks: list[int], size: int
+    effect_sentence: str | None,
+    partial_effect_sentence: str | None,
+    applied_ranks: list[int],
+    busy_ranks: list[int],
+    size: int,
 ) -> str:
     """Return a sentence on the ranks that have applied the effect of a failed command, or "" without an effect."""
-    if effect is None:
+    if effect_sentence is None:
         return ""
     if undecided := [r for r in busy_ranks if r not in applied_ranks]:
         applied = f"ranks {applied_ranks}" if applied_ranks else "no rank"
-        return f"{effect} on {applied} so far; ranks {undecided} are still running the command, and may follow."
+        return (
+            f"{effect_sentence} on {applied} so far; ranks {undecided} are still running the command, and may follow."
+        )
     if not applied_ranks:
-        return f"{effect} on no rank."
-    if partial_effect is not None:
-        return partial_effect
+        return f"{effect_sentence} on no rank."
+    if partial_effect_sentence is not None:
+        return partial_effect_sentence
     others = [r for r in range(size) if r not in applied_ranks]
     if not others:
-        return f"{effect} on all ranks."
-    return f"{effect} on ranks {applied_ranks}, and not on ranks {others}: broadcast() makes them equal again."
+        return f"{effect_sentence} on all ranks."
+    return f"{effect_sentence} on ranks {applied_ranks}, and not on ranks {others}: broadcast() makes them equal again."
 
 
 #: Exit code of a process whose exit status was collected elsewhere; larger than any real exit code.

@@ -17,8 +17,12 @@ class PendingOperation:
     def finish(self) -> None:
         """Wait for completion.  Called in the master, while the workers still run, before an orderly end."""
 
-    def cancel(self, command_number: int) -> None:
-        """Cancel everything that a failed command has started, as it could wait for a peer forever."""
+    def resolve_failed_command(self, command_number: int) -> None:
+        """Bring what a failed command has started to the same end on all ranks.
+
+        Nothing of it may wait for a peer forever.  If all ranks have started a collective, it completes on all of them;
+        otherwise it is aborted.
+        """
 
     def close(self) -> None:
         """Release everything that could wait for a peer: the ranks end, and memory is freed after this call."""
@@ -35,13 +39,13 @@ class PendingOperations(list[PendingOperation]):
         """Whether an end of the peers would leave variables undefined, or has left them so."""
         return any(operation.would_lose_writes() for operation in self)
 
-    def cancel(self, command_number: int) -> None:
-        """Cancel everything that a failed command has started."""
+    def resolve_failed_command(self, command_number: int) -> None:
+        """Call `PendingOperation.resolve_failed_command` of all operations."""
         for operation in self:
             try:
-                operation.cancel(command_number)
+                operation.resolve_failed_command(command_number)
             except Exception as error:
-                _log.warning("an operation of a failed command could not be cancelled: %s", error)
+                _log.warning("an operation of a failed command could not be ended: %s", error)
 
     def close(self) -> None:
         """Close and remove all operations before the ranks exit."""

@@ -113,12 +113,12 @@ class ProgramPeers:
 
         RuntimeError is raised if another rank is at a barrier at another ``place`` of the program.
         """
-        self.all_gather_unless_equal(None, place)
+        self.all_gather_if_different(None, place)
 
-    def all_gather_unless_equal(self, value: Hashable, place: str) -> list[Any]:
+    def all_gather_if_different(self, value: Hashable, place: str) -> list[Any]:
         """All-gather a small immutable value that is often the same.  This is a barrier, as `barrier` is."""
         with _PublishedWait(self, WaitCondition.BARRIER_REACHED, self.rank.barriers.next_number, f"at {place}"):
-            by_rank = self.rank.all_gather_unless_equal((place, value))
+            by_rank = self.rank.all_gather_if_different((place, value))
         self.report_progress()
         if any(other != place for other, _ in by_rank):
             places = ", ".join(f"rank {r} is at {other}" for r, (other, _) in enumerate(by_rank))

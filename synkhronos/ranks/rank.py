@@ -24,7 +24,7 @@ from synkhronos.ranks.thread_limit import ThreadLimit
 
 T = TypeVar("T")
 
-#: Maximal number of values whose pickles `Rank.all_gather_unless_equal` caches.
+#: Maximal number of values whose pickles `Rank.all_gather_if_different` caches.
 _MAX_CACHED_PICKLES = 64
 #: Header of a slot: number of bytes of the whole message, and number of the barrier for which it was written.
 SLOT_HEADER = struct.Struct("=QQ")
@@ -179,22 +179,22 @@ class Rank:
     def begin_command(self, command_number: int) -> None:
         """Start counting the barriers of a new command.
 
-        If the last command failed, its pending operations are cancelled first.  This may wait until the other ranks,
-        or their agents, have decided the last common barrier (see `agreement`).
+        If the last command failed, its pending operations are aborted or completed first.  This may wait until the
+        other ranks, or their agents, have decided the last common barrier (see `agreement`).
         """
-        self.cancel_operations_of_failed_command()
+        self.resolve_operations_of_failed_command()
         self.barriers.last_arrived = command_number << BARRIER_BITS
         # Set last: an interrupt before this would mark the previous command, which has not failed, as failed.
         self.command_number = command_number
 
-    def cancel_operations_of_failed_command(self) -> None:
-        """Cancel the pending operations of the last command if it failed on some rank."""
+    def resolve_operations_of_failed_command(self) -> None:
+        """Abort or complete the pending operations of the last command if it failed on some rank."""
         failed = self.control.words[ControlMemory.FAILED]
         if not 0 < self.command_number <= failed:
             return
         self.barriers.wait_until_decided(failed)  # it may be the next one, which is decided after this one
         if self.barriers.read_last_common_barrier(self.command_number) is not None:
-            self.pending_operations.cancel(self.command_number)
+            self.pending_operations.resolve_failed_command(self.command_number)
 
     def record_effect(self) -> None:
         """Record that this rank has applied the command's effect, for the message of an error."""
@@ -241,15 +241,18 @@ class Rank:
         payload = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         return [pickle.loads(pickled) for pickled in self.all_gather_bytes(payload)]
 
-    def all_gather_unless_equal(self, value: Hashable) -> list[Any]:
-        """All-gather an immutable value that is often the same: if all values are equal, ranks send only a digest."""
+    def all_gather_if_different(self, value: Hashable) -> list[Any]:
+        """All-gather an immutable value that is often the same.  Return every rank's value, in rank order.
+
+        If all values are equal, the ranks send only a digest of it.
+        """
         payload, digest = self._pickle_cached(value)
         if self.compare_digests(digest):  # nearly always
             return [value] * self.size
         return [pickle.loads(pickled) for pickled in self.all_gather_bytes(payload)]
 
     def compute_digest(self, value: Hashable) -> bytes:
-        """Return the digest of a value that `all_gather_unless_equal` compares."""
+        """Return the digest of a value that `all_gather_if_different` compares."""
         return self._pickle_cached(value)[1]
 
     def _pickle_cached(self, value: Hashable) -> tuple[bytes, bytes]:

@@ -308,7 +308,7 @@ class ReceiveObjects(Command):
             importlib.invalidate_caches()
         if self.digests:
             outdated = () if rank.is_master else find_outdated_modules(self.digests)
-            outdated_anywhere = set().union(*rank.all_gather_unless_equal(outdated))
+            outdated_anywhere = set().union(*rank.all_gather_if_different(outdated))
             if outdated_anywhere:
                 return outdated_anywhere
         if rank.is_master:

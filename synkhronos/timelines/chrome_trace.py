@@ -10,10 +10,11 @@ import gzip
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import IO, Any, cast
 
-from synkhronos.engines.xla.profile import Operation
-from synkhronos.timelines.spans import Span
+from synkhronos.engines.xla.profile import ProfiledOperation
+from synkhronos.timelines.spans import Span, SpanFields
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +25,8 @@ class RankSpans:
     host: str
     main_thread: int
     clock_offset_ns: int
-    spans: list[Span]
-    xla_operations: list[Operation]
+    spans: list[SpanFields]
+    xla_operations: list[ProfiledOperation]
 
 
 def write_trace(path: str, spans_by_rank: Sequence[RankSpans]) -> None:
@@ -53,21 +54,27 @@ def _open(path: str, mode: str) -> IO[str]:
 
 def _make_events(spans_by_rank: Sequence[RankSpans]) -> Iterator[dict[str, Any]]:
     """Yield the events of all ranks: names of processes and threads, and a complete event for each span."""
-    starts = [
-        start + rank_spans.clock_offset_ns for rank_spans in spans_by_rank for _, _, start, _, _ in rank_spans.spans
-    ]
-    origin = min(starts, default=0)
+    starts = (
+        Span._make(fields).start_ns + rank_spans.clock_offset_ns
+        for rank_spans in spans_by_rank
+        for fields in rank_spans.spans
+    )
+    origin_ns = min(starts, default=0)
     for rank_spans in spans_by_rank:
         pid, threads = rank_spans.rank, {rank_spans.main_thread: 0}  # type: int, dict[Any, int]
         name = f"rank {pid} on {rank_spans.host}"
         yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
         yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
         yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": 0, "args": {"name": "main thread"}}
-        operations = [(label, "compute", start, end, lane) for lane, label, start, end in rank_spans.xla_operations]
-        for label, category, start, end, thread in (*rank_spans.spans, *operations):
-            is_new = thread not in threads
-            tid = threads.setdefault(thread, len(threads))
-            if is_new and isinstance(thread, str):  # a thread of XLA
-                yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": thread}}
-            event = {"ph": "X", "name": label, "cat": category, "pid": pid, "tid": tid}
-            yield {**event, "ts": (start + rank_spans.clock_offset_ns - origin) / 1000, "dur": (end - start) / 1000}
+        operations = (
+            Span(operation.name, "compute", operation.start_ns, operation.end_ns, operation.thread_name)
+            for operation in rank_spans.xla_operations
+        )
+        for span in chain(map(Span._make, rank_spans.spans), operations):
+            is_new = span.thread not in threads
+            tid = threads.setdefault(span.thread, len(threads))
+            if is_new and isinstance(span.thread, str):  # a thread of XLA
+                yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": span.thread}}
+            event = {"ph": "X", "name": span.name, "cat": span.category, "pid": pid, "tid": tid}
+            start_ns = span.start_ns + rank_spans.clock_offset_ns - origin_ns
+            yield {**event, "ts": start_ns / 1000, "dur": (span.end_ns - span.start_ns) / 1000}

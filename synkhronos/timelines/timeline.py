@@ -7,17 +7,17 @@ import pickle
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from synkhronos import ranks
 from synkhronos.checks import check_at_least, check_flag
 from synkhronos.collectives.commands import gather_pickles
-from synkhronos.engines.xla.profile import Operation, XlaProfile
+from synkhronos.engines.xla.profile import ProfiledOperation, XlaProfile
 from synkhronos.ranks import Command, PendingOperation, Rank
 from synkhronos.ranks.session import Session
 from synkhronos.timelines.chrome_trace import RankSpans, write_trace
-from synkhronos.timelines.spans import Span, SpanRecorder
+from synkhronos.timelines.spans import SpanFields, SpanRecorder
 
 #: Number of readings of two hosts' clocks, from which the clock offset is estimated.
 _CLOCK_READINGS = 15
@@ -55,7 +55,7 @@ class StopRecording(Command):
 
 
 def _make_rank_spans(
-    rank: Rank, spans: Sequence[Span], clock_offset_ns: int = 0, xla_operations: Sequence[Operation] = ()
+    rank: Rank, spans: Iterable[SpanFields], clock_offset_ns: int = 0, xla_operations: Sequence[ProfiledOperation] = ()
 ) -> RankSpans:
     thread = threading.main_thread().ident or 0
     return RankSpans(rank.number, os.uname().nodename, thread, clock_offset_ns, list(spans), list(xla_operations))

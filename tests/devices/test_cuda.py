@@ -166,7 +166,7 @@ class Gpu:
         self.pending_operations = []
         self.barriers = self
         self.stream = self.copy_stream_handle = 7
-        self.next_number, self.arrived, self.host_flags = 3, 0, np.zeros(1, np.int32)
+        self.next_number, self.arrived, self.host_valid_flag = 3, 0, np.zeros(1, np.int32)
         self.array_device = self
         self.CUresult = types.SimpleNamespace(CUDA_SUCCESS=DONE, CUDA_ERROR_NOT_READY=NOT_READY)
         #: Results of the next queries of the stream.
@@ -247,7 +247,7 @@ def connected(monkeypatch):
         return communicator, gpu
 
     for module in ("cuda.nccl", "cuda.nccl_connection", "jax.xla_communicator"):
-        monkeypatch.setattr(f"synkhronos.devices.{module}.check_result", lambda results: None)
+        monkeypatch.setattr(f"synkhronos.devices.{module}.unwrap_cuda_result", lambda results: None)
     yield connect
     for communicator in communicators:
         communicator._watchdog.close()
@@ -308,12 +308,12 @@ def test_all_reduce_fails_when_aborted_meanwhile(connected, monkeypatch):
 def test_failed_command_aborts_its_collectives(connected):
     communicator, gpu = connected(is_master=False)
     start_all_reduce(communicator, gpu, command=5)
-    cancel = gpu.pending_operations[0].cancel
-    cancel(4)
+    resolve = gpu.pending_operations[0].resolve_failed_command
+    resolve(4)
     assert not gpu.aborted and communicator.generation == 1
-    cancel(5)
+    resolve(5)
     assert gpu.aborted == 1 and communicator.generation == 0
-    cancel(5)
+    resolve(5)
     assert gpu.aborted == 1
 
 
@@ -408,7 +408,7 @@ def test_failure_after_the_last_barrier_aborts_nothing(connected):
     assert barriers == [1]
     gpu.failed = 5
     time.sleep(0.1)
-    gpu.pending_operations[0].cancel(5)
+    gpu.pending_operations[0].resolve_failed_command(5)
     assert not gpu.aborted and gpu.pending_operations[0].would_lose_writes()
 
 
@@ -494,13 +494,13 @@ def test_rank_past_the_barrier_aborts_no_peer(connected):
     communicator.notify_started()
     assert gpu.has_come
     gpu.arrived = 2
-    gpu.pending_operations[0].cancel(5)  # another rank failed before it arrived
+    gpu.pending_operations[0].resolve_failed_command(5)  # another rank failed before it arrived
     assert gpu.aborted == 1
     communicator, gpu = connected()
     gpu.arrive = lambda: setattr(gpu, "arrived", 3)
     start_all_reduce(communicator, gpu, command=5)
     communicator.notify_started()
-    gpu.pending_operations[0].cancel(5)  # after all ranks arrived
+    gpu.pending_operations[0].resolve_failed_command(5)  # after all ranks arrived
     assert not gpu.aborted
 
 
@@ -529,7 +529,7 @@ def test_abort_spares_collectives_that_all_ranks_reached(connected):
 
     gpu.arrived, gpu.poll = 3, fails
     communicator.wait_until_started()
-    gpu.pending_operations[0].cancel(5)
+    gpu.pending_operations[0].resolve_failed_command(5)
     assert not gpu.aborted
 
 
@@ -548,7 +548,7 @@ def test_abort_of_started_collectives_is_collective(connected, error, have_all_c
     else:
         with pytest.raises(error):
             communicator.wait_until_started()
-    gpu.pending_operations[0].cancel(5)
+    gpu.pending_operations[0].resolve_failed_command(5)
     assert gpu.aborted == (0 if have_all_come else 1)
 
 
@@ -678,7 +678,7 @@ def test_group_collective_result_is_invalid_after_abort(connected):
 def test_failure_ends_group_connections_only(connected):
     communicator, gpu = connected()
     group, events = connect_group(communicator, gpu)
-    gpu.pending_operations[0].cancel(5)
+    gpu.pending_operations[0].resolve_failed_command(5)
     assert events == ["group"] and (communicator.generation, group.generation) == (1, 0)
 
 
@@ -711,7 +711,7 @@ class Driver:
 def staging(monkeypatch):
     """Return the staging memory of a driver that records its calls."""
     monkeypatch.setattr(
-        "synkhronos.devices.cuda.staging.check_result", lambda results: pytest.fail() if results[0] else None
+        "synkhronos.devices.cuda.staging.unwrap_cuda_result", lambda results: pytest.fail() if results[0] else None
     )
     staging = object.__new__(Staging)
     staging.driver, staging._pinned_segments, staging.set_current_gpu = Driver(), {}, lambda: None

@@ -201,7 +201,7 @@ def check_sum(w, total):
 class SlowOperation(PendingOperation):
     """An operation whose end takes long: the other ranks run the next command already."""
 
-    def cancel(self, command_number):
+    def resolve_failed_command(self, command_number):
         time.sleep(0.2)
 
 

@@ -220,7 +220,7 @@ class FailNthAllReduce(Command):
     def run(self, rank):
         if rank.number != self.failing_rank:
             return
-        if JAX.nccl_caller != "python":
+        if JAX.nccl_call_mode != "python":
             self.replace_nccl(rank)
             return
         reduce, left = XlaCommunicator.enqueue_on_xla_stream, [self.count]
@@ -259,7 +259,7 @@ FAILING_FUNCTIONS = []
 @needs_jax
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_failed_steps_report_how_many_were_taken(failing_rank, two_ranks_per_test):
-    if JAX.nccl_caller == "graph":
+    if JAX.nccl_call_mode == "graph":
         pytest.skip("NCCL is not called where a CUDA graph is replayed")
     step, w, _ = make_training_steps(200)
     step()

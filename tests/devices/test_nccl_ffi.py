@@ -125,7 +125,7 @@ def test_without_a_compiler_xla_calls_through_python(tmp_path, compiler, words):
         import logging, os
         logging.basicConfig(format="%(message)s", stream=__import__("sys").stdout)
         from synkhronos.devices import JAX
-        print([JAX.nccl_caller, JAX.nccl_caller])
+        print([JAX.nccl_call_mode, JAX.nccl_call_mode])
     """
     environment = {"CXX": compiler, "XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
     message, calls = run_code(code, timeout=LIMIT + 60, SYNKHRONOS_NCCL_CALLS="native", **environment).splitlines()

@@ -77,7 +77,7 @@ class DoublingHandler(CollectiveHandler):
         assert ctypes.c_int32.from_address(flag).value == 0
         ctypes.c_int32.from_address(flag).value = self.valid
 
-    def order_after_started(self, stream):
+    def wait_for_started(self, stream):
         self.begun = []
         self.waits += 1
 
@@ -507,7 +507,7 @@ def test_failed_launch_of_steps_has_an_effect_once_a_gradient_is_reduced(n_finis
 
     fail.n_repeats = 3
     fail.ffi_collectives = SimpleNamespace(
-        nccl_caller="native", use_communicator=lambda *_: contextlib.nullcontext(state)
+        nccl_call_mode="native", use_communicator=lambda *_: contextlib.nullcontext(state)
     )
     rank = SimpleNamespace(record_effect=lambda: effects.append(1))
     with pytest.raises(ArithmeticError):

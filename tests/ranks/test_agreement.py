@@ -294,7 +294,7 @@ class SimulatedSession:
         ):
             raise Blocked
         before = watchdog._pending_command_number, watchdog.active_connection.generation
-        watchdog.cancel(watchdog._pending_command_number)
+        watchdog.resolve_failed_command(watchdog._pending_command_number)
         if before == (watchdog._pending_command_number, watchdog.active_connection.generation):
             raise Blocked
 

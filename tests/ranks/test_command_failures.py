@@ -261,7 +261,7 @@ class ApplyOrFail(Command):
     """Apply an effect on some ranks, and fail on another."""
 
     failing_rank: int
-    effect: str = "The sums were written"
+    effect_sentence: str = "The sums were written"
 
     def run(self, rank):
         if rank.number == self.failing_rank:

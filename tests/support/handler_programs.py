@@ -68,7 +68,7 @@ def connect():
     )
     array_device = types.SimpleNamespace(stream=7)
     staging = types.SimpleNamespace(
-        array_device=array_device, driver=driver, side_stream=SIDE, event=EVENT, host_flags=np.zeros(1, np.int32)
+        array_device=array_device, driver=driver, side_stream=SIDE, event=EVENT, host_valid_flag=np.zeros(1, np.int32)
     )
     staging.set_current_gpu = lambda: None
     rank = types.SimpleNamespace(
@@ -101,11 +101,11 @@ def launch(program, communicator, collectives, *arguments, shape=(3,), times=1):
     return f"{[np.asarray(result).tolist() for result in results]}; {end}{calls}"
 
 
-def reduce_once(nccl_caller="native"):
+def reduce_once(nccl_call_mode="native"):
     """Reduce an array three times: normally, with an error of NCCL, and on an aborted connection."""
     import jax
 
-    communicator, collectives = connect(), FfiCollectives(nccl_caller=nccl_caller, op="avg")
+    communicator, collectives = connect(), FfiCollectives(nccl_call_mode=nccl_call_mode, op="avg")
 
     def program(value, gradient):
         (total,), is_valid = collectives.trace_finish([gradient])
@@ -135,7 +135,7 @@ def reduce_chunks():
     import jax
     import jax.numpy as jnp
 
-    communicator, collectives = connect(), FfiCollectives(nccl_caller="graph")
+    communicator, collectives = connect(), FfiCollectives(nccl_call_mode="graph")
 
     def program(first, second, third):
         first, token = collectives.trace_start(first, np.int32(0))
@@ -154,7 +154,7 @@ def reduce_in_loop():
     """Reduce ten times in a launch; then again, with an error at the fourth."""
     import jax
 
-    communicator, collectives = connect(), FfiCollectives(nccl_caller="native")
+    communicator, collectives = connect(), FfiCollectives(nccl_call_mode="native")
 
     def program(array):
         def body(state, _):

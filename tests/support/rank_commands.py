@@ -87,7 +87,7 @@ class RecordRun(Command):
     label: str
     failing_rank: int = -1
     records_before_barrier: bool = False
-    effect: str = "It was noted"
+    effect_sentence: str = "It was noted"
 
     def run(self, rank, records_effect=True):
         notes = rank.objects.setdefault("notes", [])
@@ -117,7 +117,7 @@ class RunBoth(Command):
 
     first: RecordRun
     second: RecordRun
-    effect: str = "It was noted"
+    effect_sentence: str = "It was noted"
 
     def run(self, rank):
         return [self.first.run(rank, records_effect=False), self.second.run(rank)]

@@ -172,15 +172,15 @@ class CudaDevice(Device):
         """Start a copy of a vector of indexes to a reused buffer, and return the buffer's array."""
         return self.staging.stage_indexes(rank, values, buffers) if self.is_on_gpu else values
 
-    def before_launch(self) -> None:
+    def order_launch_after_copies(self) -> None:
         """Make the next launch wait for the copies of its inputs."""
         if self.is_on_gpu:
-            self.staging.before_launch()
+            self.staging.order_launch_after_copies()
 
-    def after_launch(self, results: Any) -> None:
+    def record_launch(self, results: Any) -> None:
         """Record that the last launch reads its input buffers until ``results`` are computed."""
         if not self.is_on_gpu:
             return
         if self.stream is None:
             self.wait(results)
-        self.staging.after_launch()
+        self.staging.record_launch()

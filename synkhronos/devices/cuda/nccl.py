@@ -22,7 +22,7 @@ import numpy as np
 
 from synkhronos.devices.communicator import ArrayLayout, SpeculativeCommunicator
 from synkhronos.devices.cuda.nccl_connection import NCCL_UINT8, PEER_POLL_SECONDS, NcclConnection
-from synkhronos.devices.cuda.staging import ItemRange, Staging, check_result
+from synkhronos.devices.cuda.staging import ItemRange, Staging, unwrap_cuda_result
 from synkhronos.devices.cuda.watchdog import GPU_POLL_SECONDS, CollectiveWatchdog
 from synkhronos.devices.reduce_op import REDUCE_OPS
 from synkhronos.ranks import Rank
@@ -60,7 +60,7 @@ class NcclCommunicator(SpeculativeCommunicator):
         self._stream = (
             staging.copy_stream_handle if staging.array_device.stream is None else staging.array_device.stream
         )
-        valid_flag = np.zeros(1, np.int32) if watchdog else staging.host_flags
+        valid_flag = np.zeros(1, np.int32) if watchdog else staging.host_valid_flag
         self._connection = NcclConnection(rank, staging, self._stream, valid_flag)
         self._nccl, self._nccl_lock = self._connection.nccl, self._connection.nccl_lock
         if watchdog is None:
@@ -274,7 +274,7 @@ class NcclCommunicator(SpeculativeCommunicator):
                 last_check = now
             if now > start + PEER_POLL_SECONDS:
                 time.sleep(GPU_POLL_SECONDS)
-        check_result(self._staging.driver.cuStreamQuery(self._stream))
+        unwrap_cuda_result(self._staging.driver.cuStreamQuery(self._stream))
         if not self._watchdog.has_lost_peer:  # else the work was aborted, and results are undefined
             self._watchdog.writes_in_place = False
 

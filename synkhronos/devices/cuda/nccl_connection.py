@@ -30,7 +30,7 @@ import numpy as np
 
 from synkhronos.devices.cuda.launch_state import LaunchState
 from synkhronos.devices.cuda.nccl_log import NcclLog
-from synkhronos.devices.cuda.staging import Staging, check_result
+from synkhronos.devices.cuda.staging import Staging, unwrap_cuda_result
 from synkhronos.ranks import Rank
 from synkhronos.ranks.interrupts import defer_signals
 
@@ -159,7 +159,7 @@ class NcclConnection:
                         nccl.send(address, 1, NCCL_UINT8, peer, handle, stream)
                         nccl.recv(address + peer, 1, NCCL_UINT8, peer, handle, stream)
                 nccl.group_end()
-            check_result(self._staging.driver.cuStreamSynchronize(stream))
+            unwrap_cuda_result(self._staging.driver.cuStreamSynchronize(stream))
         except BaseException as error:
             errors.append(error)
 

@@ -94,7 +94,7 @@ class GpuBytes:
         self._staging.copy_to_host(self._array, start, target)
 
 
-def check_result(results: Any) -> Any:
+def unwrap_cuda_result(results: Any) -> Any:
     """Return the value of a call of the CUDA driver.  Raise RuntimeError if the call has failed."""
     error, *values = results
     if error != _SUCCESS:
@@ -143,8 +143,8 @@ class Staging:
     """Copies rows of shared memory to the GPU, and small arrays back.
 
     The priority of ``copy_stream`` is higher than that of computations, so that the next step's rows are copied during
-    a step.  ``array_device`` is the `CudaDevice` of the arrays.  ``event`` is reused by `order_after`.  ``host_flags``
-    are in page-locked memory, which the GPU can read.
+    a step.  ``array_device`` is the `CudaDevice` of the arrays.  ``event`` is reused by `order_after`.  The first int32
+    of ``host_valid_flag`` is the ``valid_flag`` of `NcclConnection`, in page-locked memory, which the GPU can read.
     """
 
     def __init__(self, array_device: Any):
@@ -160,7 +160,7 @@ class Staging:
         self.copy_stream = self._device.create_stream(options=StreamOptions(priority=-1))
         self.copy_stream_handle = int(self.copy_stream.handle)
         self._compute_stream = None if array_device.stream is None else Stream.from_handle(array_device.stream)
-        self.event = check_result(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
+        self.event = unwrap_cuda_result(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
         self._kernels: dict[int, Any] = {}
         self._launch_configs: dict[int, Any] = {}
         #: Locked segments: address of the mapping, and of its first locked page.
@@ -172,13 +172,13 @@ class Staging:
         #: Last command in which a function was launched.
         self._last_command_number = 0
         self._index_memory, self._fetch_memory = _PinnedMemory(self), _PinnedMemory(self)
-        self.host_flags = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.int32)
-        self.pin_pages(self.host_flags.ctypes.data, self.host_flags.nbytes)
+        self.host_valid_flag = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.int32)
+        self.pin_pages(self.host_valid_flag.ctypes.data, self.host_valid_flag.nbytes)
         #: Last selection whose row numbers were copied to page-locked memory, and their address there.
         self._pinned_rows: tuple[Selection | None, int] = None, 0
 
     def allocate_scratch(self, nbytes: int) -> int:
-        """Return the address of scratch memory on the GPU."""
+        """Free the last block of scratch memory on the GPU, and return the address of a new one."""
         self._scratch = self.array_device.empty((nbytes,), np.dtype(np.uint8))
         return self.array_device.get_address(self._scratch)
 
@@ -215,7 +215,9 @@ class Staging:
         buffer = self._get_double_buffer(buffers, values.shape, values.dtype.str).acquire()
         if values.size:
             source = self._index_memory.store(values)
-            check_result(self.driver.cuMemcpyAsync(buffer.address, source, values.nbytes, self.copy_stream_handle))
+            unwrap_cuda_result(
+                self.driver.cuMemcpyAsync(buffer.address, source, values.nbytes, self.copy_stream_handle)
+            )
         self._filled_buffers.append(buffer)
         return buffer.array
 
@@ -235,7 +237,7 @@ class Staging:
         self.set_current_gpu()
         target = self.pin_segment(rank, segment_key) + offset
         source, nbytes = self.array_device.get_address(array), array.size * array.dtype.itemsize
-        check_result(self.driver.cuMemcpyAsync(target, source, nbytes, self.copy_stream_handle))
+        unwrap_cuda_result(self.driver.cuMemcpyAsync(target, source, nbytes, self.copy_stream_handle))
         self.copy_stream.sync()
 
     def copy_to_host(self, array: Array, start: int, target: np.ndarray) -> None:
@@ -243,7 +245,9 @@ class Staging:
         if target.size:
             self.set_current_gpu()
             source = self.array_device.get_address(array) + start
-            check_result(self.driver.cuMemcpyAsync(target.ctypes.data, source, target.nbytes, self.copy_stream_handle))
+            unwrap_cuda_result(
+                self.driver.cuMemcpyAsync(target.ctypes.data, source, target.nbytes, self.copy_stream_handle)
+            )
             self.copy_stream.sync()
 
     def to_numpy_if_small(self, arrays: Sequence[Array]) -> list[np.ndarray] | None:
@@ -255,16 +259,16 @@ class Staging:
             return None
         self.set_current_gpu()
         if self._fetch_memory.used_nbytes:  # an interrupt has ended the last call before its copies were complete
-            check_result(self.driver.cuStreamSynchronize(self.array_device.stream))
+            unwrap_cuda_result(self.driver.cuStreamSynchronize(self.array_device.stream))
             self._fetch_memory.used_nbytes = 0
         targets = [self._fetch_memory.allocate(array.nbytes) for array in arrays]
         for array, target in zip(arrays, targets, strict=True):
             if array.nbytes:
                 source = self.array_device.get_address(array)
-                check_result(
+                unwrap_cuda_result(
                     self.driver.cuMemcpyAsync(target.ctypes.data, source, array.nbytes, self.array_device.stream)
                 )
-        check_result(self.driver.cuStreamSynchronize(self.array_device.stream))
+        unwrap_cuda_result(self.driver.cuStreamSynchronize(self.array_device.stream))
         self._fetch_memory.used_nbytes = 0
         return [
             target.view(array.dtype).reshape(array.shape).copy() for array, target in zip(arrays, targets, strict=True)
@@ -274,19 +278,19 @@ class Staging:
 
     def order_after(self, stream: int | None, earlier_stream: int | None) -> None:
         """Make a stream wait for the work enqueued so far on another stream."""
-        check_result(self.driver.cuEventRecord(self.event, earlier_stream))
-        check_result(self.driver.cuStreamWaitEvent(stream, self.event, 0))
+        unwrap_cuda_result(self.driver.cuEventRecord(self.event, earlier_stream))
+        unwrap_cuda_result(self.driver.cuStreamWaitEvent(stream, self.event, 0))
 
-    def before_launch(self) -> None:
-        """Make the next launch wait for all pending copies."""
+    def order_launch_after_copies(self) -> None:
+        """Make the next launch wait for all pending copies, on the GPU if the compute stream is known, or else here."""
         if self._has_pending_copies:
             if self.array_device.stream is None:
                 self._wait_for_copies()
             else:
                 self.order_after(self.array_device.stream, self.copy_stream_handle)
 
-    def after_launch(self) -> None:
-        """Record that the last launch reads the buffers filled since the previous launch.
+    def record_launch(self) -> None:
+        """Record that the last launch reads the buffers filled since the previous one, and wait for copies if needed.
 
         Copies have to complete before the end of the command, when the user may write into the memory that they read.
         From the second launch of a command on, this method waits for them.
@@ -352,7 +356,7 @@ class Staging:
         self._mark_pending(rank)
         if rows is None or isinstance(rows, range) and (rows.step == 1 or len(rows) == 1):
             start = 0 if rows is None else rows[0] * row_nbytes
-            check_result(
+            unwrap_cuda_result(
                 self.driver.cuMemcpyAsync(target, source + start, n_rows * row_nbytes, self.copy_stream_handle)
             )
             return
@@ -418,7 +422,7 @@ class Staging:
             # An interrupt has ended an earlier call between the registration and its record.
             self.unpin_pages(address)
             results = self.driver.cuMemHostRegister(address, nbytes, flags)
-        check_result(results)
+        unwrap_cuda_result(results)
 
     def unpin_pages(self, address: int) -> None:
         """Unlock pages before they are unmapped.  Errors are only logged, as memory may be freed at any point."""

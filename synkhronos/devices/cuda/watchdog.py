@@ -13,12 +13,12 @@ them::
                              │                                         │
        a rank fails before   │                                         │  a peer exits
        all have started      v                                         v  (master's thread only)
-       (cancel)          aborted: `NcclConnection.abort`; the GPU continues with undefined results
+       (command failed)  aborted: `NcclConnection.abort`; the GPU continues with undefined results
                          (also `ABORT_TIMEOUT_SECONDS` after a failure, for any reason)
 
 The ranks agree on whether all have started (`synkhronos.ranks.agreement`), so either all abort a collective or none
-does.  A rank checks in `wait_until_started`, and at the end of a failed command (`cancel`).  A thread checks, too,
-since a rank that waits for its GPU does not notice a failure.
+does.  A rank checks in `wait_until_started`, and at the end of a failed command (`resolve_failed_command`).  A thread
+checks, too, since a rank that waits for its GPU does not notice a failure.
 
 Invariant: at most one of a rank's connections has work on the stream.  Blocking operations (all but ``all_reduce`` of
 all ranks) start on an idle stream.  The active connection is aborted first: the abort of another one frees memory on
@@ -95,7 +95,7 @@ class CollectiveWatchdog(PendingOperation):
 
         NCCL buffers small messages, so a sender (such as the root of a broadcast) may complete before its receivers
         have started.  If a receiver then fails before it starts, its next collective would receive the message.  To
-        prevent this, `cancel` aborts the connection.
+        prevent this, `resolve_failed_command` aborts the connection.
         """
         self.mark_idle()
         if connection is self.connections[0]:
@@ -137,7 +137,7 @@ class CollectiveWatchdog(PendingOperation):
 
     # -- PendingOperation ------------------------------------------------------------------------------------
 
-    def cancel(self, command_number: int) -> None:
+    def resolve_failed_command(self, command_number: int) -> None:
         """Abort the collectives of a failed command unless all ranks have started them: on all ranks, or on none.
 
         Connections of groups are always aborted, on all ranks, so that members need not compare generations.

@@ -8,7 +8,7 @@ The calls of a collective on an array in chunks::
                       |                       |                       |
     NCCL         side stream             side stream             XLA's stream, which waits for the side stream
 
-The handlers in C++ get the NCCL connection by `FfiCollectives.use_communicator`.  With the caller "python", XLA calls
+The handlers in C++ get the NCCL connection by `FfiCollectives.use_communicator`.  With the mode "python", XLA calls
 `_start_callback` and `_finish_callback` instead.  Each call has a number as an attribute, by which they find the
 `FfiCollectives`.  They pass the arrays to the launch's `CollectiveHandler`.
 """
@@ -72,7 +72,7 @@ class CollectiveHandler:
         """
         raise NotImplementedError
 
-    def order_after_started(self, stream: int | None) -> None:
+    def wait_for_started(self, stream: int | None) -> None:
         """Make the stream wait for the collectives that were started, after an error."""
 
 
@@ -80,7 +80,7 @@ class FfiCollectives:
     """The collectives of one XLA program, which gets a `CollectiveHandler` for each launch.
 
     ``trace_start``, ``trace_finish`` and ``trace_sum`` insert its calls into the program, while JAX traces it.  With
-    the ``nccl_caller`` "python" XLA calls NCCL through a `CollectiveHandler`, with "native" through handlers in C++,
+    the ``nccl_call_mode`` "python" XLA calls NCCL through a `CollectiveHandler`, with "native" through handlers in C++,
     with "graph" through handlers in C++ that XLA may record in a CUDA graph.  The latter two need `use_communicator`.
     An error ends the launch if ``aborts_on_error``.  Otherwise, and always with handlers in C++, the launch continues.
     Its undefined reductions are then marked as invalid, so that the program can return old values of donated arrays.
@@ -90,10 +90,10 @@ class FfiCollectives:
     _by_number: WeakValueDictionary[int, FfiCollectives] = WeakValueDictionary()
 
     def __init__(
-        self, aborts_on_error: bool = False, nccl_caller: nccl_handlers.NcclCaller = "python", op: str = "sum"
+        self, aborts_on_error: bool = False, nccl_call_mode: nccl_handlers.NcclCallMode = "python", op: str = "sum"
     ) -> None:
-        assert nccl_caller == "python" or not aborts_on_error
-        self._aborts_on_error, self.nccl_caller, self.op = aborts_on_error, nccl_caller, op
+        assert nccl_call_mode == "python" or not aborts_on_error
+        self._aborts_on_error, self.nccl_call_mode, self.op = aborts_on_error, nccl_call_mode, op
         #: Shape of the array that the launch in progress reduces.  The first launch of a program traces it, so
         #: `use_communicator` sets the shape before `trace_finish` reads it.
         self._launch_shape: tuple[int, ...] = ()
@@ -139,7 +139,7 @@ class FfiCollectives:
         reduces another number of items.  RuntimeError is raised if NCCL has failed, the connection was aborted, or the
         launch has made another number of collectives than ``n_collectives``.
         """
-        handlers, is_recordable = nccl_handlers.load_handlers(), self.nccl_caller == "graph"
+        handlers, is_recordable = nccl_handlers.load_handlers(), self.nccl_call_mode == "graph"
         self._launch_shape = shape
         try:
             with communicator.enable_native_calls(is_recordable) as state:
@@ -167,7 +167,7 @@ class FfiCollectives:
         import jax
 
         results = [_to_shape_struct(array, shape), jax.ShapeDtypeStruct((), np.int32)]
-        if self.nccl_caller == "python":
+        if self.nccl_call_mode == "python":
             register_target(_PYTHON_START_TARGET, _start_callback)
             target, attributes = _PYTHON_START_TARGET, {"number": self._number}
         else:
@@ -198,7 +198,7 @@ class FfiCollectives:
         import jax
 
         operands, shapes = [*started, *arrays], shapes or [None] * len(arrays)
-        if self.nccl_caller == "python":
+        if self.nccl_call_mode == "python":
             register_target(_PYTHON_FINISH_TARGET, _finish_callback)
             target, attributes = _PYTHON_FINISH_TARGET, {"number": self._number}
         else:
@@ -208,7 +208,7 @@ class FfiCollectives:
                     f"collective: expected shape {self._launch_shape}, as before the launch, got {n_items} items"
                 )
             # A CUDA graph can't wait for the side stream, on which chunks are reduced outside of the graph.
-            is_recordable = self.nccl_caller == "graph" and not started
+            is_recordable = self.nccl_call_mode == "graph" and not started
             target = nccl_handlers.RECORDABLE_FINISH_TARGET if is_recordable else nccl_handlers.FINISH_TARGET
             attributes = {"op": np.int64(NCCL_OPS[self.op]), "n_started": np.int64(len(started))}
         results = [
@@ -291,7 +291,7 @@ class FfiCollectives:
         if self._error is None:
             handler.finish(spans, valid_flag_address, get_stream(frame))
         else:
-            handler.order_after_started(get_stream(frame))
+            handler.wait_for_started(get_stream(frame))
 
 
 @ForeignFunction

@@ -29,16 +29,16 @@ START_TARGET, FINISH_TARGET = "synkhronos_native_start", "synkhronos_native_fini
 RECORDABLE_FINISH_TARGET = "synkhronos_recordable_finish"
 
 
-#: Code that calls NCCL within a launch; see `FfiCollectives`.
-NcclCaller = Literal["python", "native", "graph"]
+#: The way in which XLA calls NCCL within a launch; see `FfiCollectives`.
+NcclCallMode = Literal["python", "native", "graph"]
 
 
-def read_nccl_caller() -> NcclCaller:
+def read_nccl_call_mode() -> NcclCallMode:
     """Return the value of ``SYNKHRONOS_NCCL_CALLS``, as in `FfiCollectives`.  Raise ValueError for another value."""
-    caller = os.environ.get("SYNKHRONOS_NCCL_CALLS") or "native"
-    if caller not in get_args(NcclCaller):
-        raise ValueError(f"SYNKHRONOS_NCCL_CALLS: expected one of python, native, graph, got {caller!r}")
-    return cast(NcclCaller, caller)
+    mode = os.environ.get("SYNKHRONOS_NCCL_CALLS") or "native"
+    if mode not in get_args(NcclCallMode):
+        raise ValueError(f"SYNKHRONOS_NCCL_CALLS: expected one of python, native, graph, got {mode!r}")
+    return cast(NcclCallMode, mode)
 
 
 @cache

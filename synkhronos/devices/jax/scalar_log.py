@@ -23,8 +23,8 @@ LOG_CAPACITY = 256
 class ScalarLog:
     """Scalar outputs of consecutive launches, with these dtypes.
 
-    ``storages`` have the number of entries, then one vector of `LOG_CAPACITY` scalars per output.  A launch takes these
-    arrays as arguments, and its caller replaces them by the arrays that it returns.
+    The first of ``storages`` contains the number of entries, and each of the others a vector of `LOG_CAPACITY` scalars
+    of one output.  A launch takes these arrays as arguments, and its caller replaces them by the returned arrays.
     """
 
     def __init__(self, dtypes: Sequence[np.dtype]):
@@ -34,8 +34,9 @@ class ScalarLog:
             arrays = [jnp.zeros((), np.int32), *(jnp.zeros((LOG_CAPACITY,), dtype) for dtype in dtypes)]
         self.storages: list[list[Any]] = [[array] for array in arrays]
         self._n_entries = 0
-        #: Number of entries at the last read, and the vectors read.
-        self._copies: tuple[int, list[np.ndarray]] = 0, []
+        #: Copies of the outputs' vectors in host memory, and the number of entries when they were made.
+        self._host_vectors: list[np.ndarray] = []
+        self._n_entries_copied = 0
 
     def has_capacity(self, n_repeats: int) -> bool:
         """Whether there is space for the entries of a launch that computes ``n_repeats`` times."""
@@ -55,17 +56,18 @@ class ScalarLog:
             ),
         ]
 
-    def make_entries(self, n_repeats: int) -> list[list[LogEntry]]:
-        """Return ``n_repeats`` new entries for each output.  Call this once after each launch."""
+    def append_entries(self, n_repeats: int) -> list[list[LogEntry]]:
+        """Count a launch that has appended ``n_repeats`` scalars to each output's vector, and return its entries."""
         start = self._n_entries
         self._n_entries += n_repeats
         return [
-            [LogEntry(self, output, start + i) for i in range(n_repeats)] for output in range(len(self.storages) - 1)
+            [LogEntry(self, output_index, start + i) for i in range(n_repeats)]
+            for output_index in range(len(self.storages) - 1)
         ]
 
     def get_arrays_to_copy(self) -> list[Any]:
         """Return the arrays to copy before `LogEntry.read`, or an empty list if the last copy is up to date."""
-        if self._copies[0] == self._n_entries:
+        if self._n_entries_copied == self._n_entries:
             return []
         if any(array.is_deleted() for (array,) in self.storages):
             raise RuntimeError("this output was lost when a later launch of its function failed")
@@ -74,24 +76,24 @@ class ScalarLog:
     def store_copies(self, arrays: Sequence[np.ndarray]) -> None:
         """Store copies of the unread arrays."""
         # These copies are not views: a JAX array with a NumPy view can't be donated.
-        self._copies = self._n_entries, [np.array(array) for array in arrays]
+        self._host_vectors, self._n_entries_copied = [np.array(array) for array in arrays], self._n_entries
 
-    def read(self, output: int, index: int) -> np.ndarray:
+    def read(self, output_index: int, index: int) -> np.ndarray:
         """Return one scalar as an array without dimensions; the log's arrays must have been copied before."""
-        return self._copies[1][output][index, ...].copy()
+        return self._host_vectors[output_index][index, ...].copy()
 
 
 class LogEntry:
     """A scalar output of one launch, which may not be computed yet."""
 
-    __slots__ = ("_index", "_output", "log")
+    __slots__ = ("_index", "_output_index", "log")
 
     #: Bytes that count towards the limit of unread outputs, whatever the dtype.
     nbytes = 8
 
-    def __init__(self, log: ScalarLog, output: int, index: int):
-        self.log, self._output, self._index = log, output, index
+    def __init__(self, log: ScalarLog, output_index: int, index: int):
+        self.log, self._output_index, self._index = log, output_index, index
 
     def read(self) -> np.ndarray:
         """Return the scalar as an array without dimensions, as `ScalarLog.read`."""
-        return self.log.read(self._output, self._index)
+        return self.log.read(self._output_index, self._index)

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, assert_never
 
 from synkhronos.devices.cuda.launch_state import LaunchState, find_function_addresses
 from synkhronos.devices.cuda.nccl import NCCL_DTYPES, NCCL_OPS, NcclCommunicator
-from synkhronos.devices.cuda.staging import check_result
+from synkhronos.devices.cuda.staging import unwrap_cuda_result
 
 #: A collective within a launch of XLA.
 Collective = Literal["all_reduce", "reduce_scatter", "all_gather"]
@@ -97,7 +97,7 @@ class XlaCommunicator(NcclCommunicator):
         self.join_side_stream(xla_stream)
         self._enqueue_collectives(spans, op, xla_stream, collective)
         host_flag_address = self._connection.launch_state.valid_flag_address
-        check_result(self._staging.driver.cuMemcpyAsync(valid_flag_address, host_flag_address, 4, xla_stream))
+        unwrap_cuda_result(self._staging.driver.cuMemcpyAsync(valid_flag_address, host_flag_address, 4, xla_stream))
 
     def join_side_stream(self, xla_stream: int | None) -> None:
         """Make XLA's stream wait for the collectives on the side stream."""

@@ -71,7 +71,7 @@ class Executable(Runner):
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
         self._functions = list(functions)
         self._logs_scalars, self.n_repeats = logs_scalars, n_repeats
-        self.ffi_collectives = None if spec is None else FfiCollectives(nccl_caller=spec.nccl_caller, op=spec.op)
+        self.ffi_collectives = None if spec is None else FfiCollectives(nccl_call_mode=spec.nccl_call_mode, op=spec.op)
         self.collectives = () if spec is None else spec.collectives
         self._fused_executables: dict[Any, Executable] = {}
         self._signatures: set[Any] = set()
@@ -193,7 +193,7 @@ class Executable(Runner):
         if self._scalar_log is not None and (self._is_launching or not self._scalar_log.has_capacity(self.n_repeats)):
             self._scalar_log = ScalarLog(self._logged_dtypes)
         arguments = self._get_arguments(inputs)
-        JAX.before_launch()
+        JAX.order_launch_after_copies()
         # Stays True after an interrupt between the launch, which appends to the log, and the update of the number of
         # entries.  Then the next launch gets a new log.
         self._is_launching = True
@@ -215,13 +215,13 @@ class Executable(Runner):
     def _pop_results(self) -> list[Any]:
         """Return the outputs of the last launch, and clear their storages."""
         if self._n_inputs:
-            JAX.after_launch([storage[0] for storage in (*self._output_storages, *self._updated_storages)])
+            JAX.record_launch([storage[0] for storage in (*self._output_storages, *self._updated_storages)])
         results = [storage[0] for storage in self._output_storages]
         for storage in self._output_storages:
             storage[0] = None  # frees the memory before the next call
         if self._scalar_log is not None:
             for position, entries in zip(
-                self._logged_positions, self._scalar_log.make_entries(self.n_repeats), strict=True
+                self._logged_positions, self._scalar_log.append_entries(self.n_repeats), strict=True
             ):
                 results[position * self.n_repeats : position * self.n_repeats] = entries
         return results

@@ -33,7 +33,7 @@ class FusedRunner(Runner):
     def __call__(self, *inputs: Any) -> list[Any]:
         """Launch, and wait until all ranks have launched."""
         communicator, shape = self._exchange.prepare_exchange(self._rank)
-        launch = self._launch_python if self._ffi_collectives.nccl_caller == "python" else self._launch_native
+        launch = self._launch_python if self._ffi_collectives.nccl_call_mode == "python" else self._launch_native
         # No signal handler may raise within XLA's callbacks, nor before the other ranks have launched: the updates have
         # to be valid on all ranks, or, if one fails, on none.
         with self._rank.barriers.defer_signals_until_late() as signals:
@@ -52,14 +52,14 @@ class FusedRunner(Runner):
 
     def _launch_native(self, inputs: Sequence[Any], communicator: XlaCommunicator, shape: tuple[int, ...]) -> list[Any]:
         """Launch the program, whose collectives call NCCL through handlers in C++."""
-        if self._ffi_collectives.nccl_caller == "graph":
+        if self._ffi_collectives.nccl_call_mode == "graph":
             self._executable.drop_outdated_recordings(communicator.communicator_number)
         with self._ffi_collectives.use_communicator(communicator, shape, self.n_repeats) as state:
             try:
                 return self._executable(*inputs)
             finally:
                 # An earlier step may be valid even if a later one fails.  A replayed CUDA graph counts no steps.
-                if self.n_repeats > 1 and (state.n_finished or self._ffi_collectives.nccl_caller == "graph"):
+                if self.n_repeats > 1 and (state.n_finished or self._ffi_collectives.nccl_call_mode == "graph"):
                     self._rank.record_effect()
 
 
@@ -94,10 +94,10 @@ class NcclCollectiveHandler(CollectiveHandler):
         if self._collective == "all_gather":
             n_items *= self._rank.size
         if n_items != math.prod(self._shape):
-            self.order_after_started(stream)
+            self.wait_for_started(stream)
             raise ValueError(f"collective: expected shape {self._shape}, as before the launch, got {n_items} items")
         self._communicator.enqueue_on_xla_stream(spans, self._op, valid_flag_address, stream, self._collective)
         self._collective = next(self._collectives)
 
-    def order_after_started(self, stream: int | None) -> None:
+    def wait_for_started(self, stream: int | None) -> None:
         self._communicator.join_side_stream(stream)

@@ -7,15 +7,21 @@ import json
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from synkhronos.checks import import_package
 
 #: Start of the name of events that contain the time of this process's clock, to align the profiler's clock with it.
 _CLOCK_MARK = "synkhronos clock "
 
-#: Thread, name, start and end in nanoseconds of this process's monotonic clock.
-Operation = tuple[str, str, int, int]
+
+class ProfiledOperation(NamedTuple):
+    """An operation of XLA.  Times are in nanoseconds of this process's monotonic clock."""
+
+    name: str
+    start_ns: int
+    end_ns: int
+    thread_name: str
 
 
 class XlaProfile:
@@ -33,7 +39,7 @@ class XlaProfile:
             with profiler.TraceAnnotation(f"{_CLOCK_MARK}{time.monotonic_ns()}"):
                 time.sleep(0.001)
 
-    def stop(self) -> list[Operation]:
+    def stop(self) -> list[ProfiledOperation]:
         """Stop the profiler, if it runs, and return the operations of XLA."""
         folder, self._folder = self._folder, None
         if folder is None:
@@ -50,7 +56,7 @@ class XlaProfile:
         return _read_operations(events)
 
 
-def _read_operations(events: list[dict[str, Any]]) -> list[Operation]:
+def _read_operations(events: list[dict[str, Any]]) -> list[ProfiledOperation]:
     """Return the operations of devices and of XLA's threads, without those of Python."""
     names: dict[Any, str] = {}
     for event in events:
@@ -72,6 +78,7 @@ def _read_operations(events: list[dict[str, Any]]) -> list[Operation]:
         if not is_device and "hlo_op" not in event.get("args", {}):
             continue
         start = int(event["ts"] * 1000 - offset)
-        lane = f"{process.rpartition('/')[2]} {thread}" if is_device else f"XLA {thread}"
-        operations.append((lane.strip(), str(event["name"]), start, start + int(event["dur"] * 1000)))
+        thread_name = f"{process.rpartition('/')[2]} {thread}" if is_device else f"XLA {thread}"
+        end = start + int(event["dur"] * 1000)
+        operations.append(ProfiledOperation(str(event["name"]), start, end, thread_name.strip()))
     return operations

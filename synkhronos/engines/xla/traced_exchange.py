@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synkhronos.devices.jax.ffi_collectives import FfiCollectives
-from synkhronos.devices.jax.nccl_handlers import NcclCaller
+from synkhronos.devices.jax.nccl_handlers import NcclCallMode
 from synkhronos.devices.jax.xla_communicator import Collective
 from synkhronos.engines.engine import StepShards
 from synkhronos.engines.xla.jaxpr_evaluator import JaxprEvaluator
@@ -46,7 +46,7 @@ class ExchangeSpec(NamedTuple):
     n_ranks: int = 1
     n_tail_items: int = 1
     #: As in `FfiCollectives`.
-    nccl_caller: NcclCaller = "python"
+    nccl_call_mode: NcclCallMode = "python"
     #: A key of ``NCCL_OPS``.
     op: str = "sum"
     #: Whether the ranks are on several hosts.

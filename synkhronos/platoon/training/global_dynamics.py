@@ -47,7 +47,10 @@ class GlobalDynamics:
 
 
 class SGD(GlobalDynamics):
-    """Sum of the workers' values, or with ``average`` their mean."""
+    """Platoon's rule SGD: the workers' values become their sum, or with ``average`` their mean.
+
+    The values may be updates or parameters.  The rule takes no step of gradient descent by itself.
+    """
 
     def __init__(self, average: bool = False, worker: Worker | None = None):
         super().__init__(worker)
@@ -118,7 +121,8 @@ class Downpour(GlobalDynamics):
         self._fn = exchange
 
 
-#: Downpour is the synchronous form of asynchronous SGD.
+#: Platoon's second name of `Downpour`: a synchronous rule, although ASGD means asynchronous SGD.  The asynchronous one
+#: is `synkhronos.exchange_rules.ASGD`.
 ASGD = Downpour
 
 

@@ -29,15 +29,15 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path):
-        self.path = folder / _LOCK_FILE
+        self.lock_file = folder / _LOCK_FILE
         self.is_exclusive = False
-        self._file: int | None = None
+        self._fd: int | None = None
         _locks.add(self)
 
     @property
     def is_held(self) -> bool:
         """Whether this object holds the lock."""
-        return self._file is not None
+        return self._fd is not None
 
     def acquire(self) -> None:
         """Acquire the lock without waiting.  Do nothing if this object holds it.
@@ -45,39 +45,39 @@ class FolderLock:
         On a file system without locks, this warns, and the object's lock excludes no other writer.  If another object
         holds the lock, BlockingIOError names its process and host.
         """
-        if self._file is not None:
+        if self._fd is not None:
             return
-        file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        fd = os.open(self.lock_file, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.is_exclusive = True
         except BlockingIOError:
-            owner = os.pread(file, 1000, 0).decode(errors="replace").strip() or "another process"
+            owner = os.pread(fd, 1000, 0).decode(errors="replace").strip() or "another process"
             owner += " (this one)" if owner == _describe_this_process() else ""
-            os.close(file)
+            os.close(fd)
             raise BlockingIOError(errno.EWOULDBLOCK, owner) from None
         except OSError as error:
             if error.errno not in _UNSUPPORTED_ERRNOS:
-                os.close(file)
+                os.close(fd)
                 raise
             self.is_exclusive = False
-            message = f"{self.path.parent}: its file system has no locks ({error}): let one run write there"
+            message = f"{self.lock_file.parent}: its file system has no locks ({error}): let one run write there"
             warnings.warn(message, RuntimeWarning, stacklevel=4)
-        self._file = file
+        self._fd = fd
         with contextlib.suppress(OSError):  # if the disk is full, errors do not name the writer
-            os.ftruncate(file, 0)
-            os.pwrite(file, f"{_describe_this_process()}\n".encode(), 0)
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{_describe_this_process()}\n".encode(), 0)
 
     def release(self) -> None:
         """Release the lock, if this object holds it."""
-        file, self._file = self._file, None
-        if file is not None:
-            os.close(file)
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
 
     __del__ = release
 
     def __reduce__(self) -> tuple[type[FolderLock], tuple[Path]]:
-        return FolderLock, (self.path.parent,)
+        return FolderLock, (self.lock_file.parent,)
 
 
 def _describe_this_process() -> str:

@@ -58,12 +58,12 @@ class StepCommand(_StepCommandFields, Command):
     __slots__ = ()
 
     @property
-    def effect(self) -> str | None:
+    def effect_sentence(self) -> str | None:
         """Effect of the command in an error's message.  A gradient alone changes no parameter."""
-        return self.update_call.effect if self.n_steps == 1 else "Steps were taken"
+        return self.update_call.effect_sentence if self.n_steps == 1 else "Steps were taken"
 
     @property
-    def partial_effect(self) -> str | None:
+    def partial_effect_sentence(self) -> str | None:
         """Effect in the message of an error in the middle of a launch of several steps, or None for a single step."""
         if self.n_steps == 1:
             return None
@@ -71,30 +71,31 @@ class StepCommand(_StepCommandFields, Command):
 
     def run(self, rank: Rank) -> tuple[Any, Any] | None:
         """Take the steps.  Return the outputs of both functions, or None if some rank can't fuse several steps."""
-        rank_gradient, rank_update = self.gradient_call.compile_and_bind(rank), self.update_call.compile_and_bind(rank)
+        gradient_rank_call = self.gradient_call.compile_and_bind(rank)
+        update_rank_call = self.update_call.compile_and_bind(rank)
         fused_runner = None
         if self.every_rank_has_rows:
-            fused_runner = fuse_calls(rank, self, rank_gradient, [rank_update], self.n_steps)
+            fused_runner = fuse_calls(rank, self, gradient_rank_call, [update_rank_call], self.n_steps)
         if self.skips_plan_check and fused_runner is None:
             raise RuntimeError(f"rank {rank.number} cannot fuse the step, although it has fused the last one")
-        if self.n_steps > 1 and not all(rank.all_gather_unless_equal(fused_runner is not None)):
+        if self.n_steps > 1 and not all(rank.all_gather_if_different(fused_runner is not None)):
             return None
         if fused_runner is None:
-            return self._run_in_parts(rank, rank_gradient, rank_update)
-        return rank_gradient.run(fused_runner), []
+            return self._run_in_parts(rank, gradient_rank_call, update_rank_call)
+        return gradient_rank_call.run(fused_runner), []
 
-    def _run_in_parts(self, rank: Rank, rank_gradient: RankCall, rank_update: RankCall) -> tuple[Any, Any]:
+    def _run_in_parts(self, rank: Rank, gradient_rank_call: RankCall, update_rank_call: RankCall) -> tuple[Any, Any]:
         """Run the gradient, the all-reduce and the update one after another.  Return both functions' outputs."""
         is_second = rank.number == (rank.master_rank + 1) % rank.size
-        needs_compile, computation = self.update_call.needs_compile, rank_update.computation
-        if needs_compile and is_second and computation.compile_order == CompileOrder.AT_FIRST_CALL:
+        may_need_compile, computation = self.update_call.may_need_compile, update_rank_call.computation
+        if may_need_compile and is_second and computation.compile_order == CompileOrder.AT_FIRST_CALL:
             # The master compiles the gradient meanwhile, so the two compilations run in parallel.
-            computation.library.compile_now(rank_update.compiled.function)
-        loss = rank_gradient.run(records_effect=False)
+            computation.library.compile_now(update_rank_call.compiled.function)
+        loss = gradient_rank_call.run(records_effect=False)
         if rank.size == 1:
-            return loss, rank_update.run()
+            return loss, update_rank_call.run()
         # A compilation is collective: ranks wait for each other in it.
-        return loss, self.all_reduce_command.reduce_and_run(rank, rank_update.run, is_collective=needs_compile)
+        return loss, self.all_reduce_command.reduce_and_run(rank, update_rank_call.run, is_collective=may_need_compile)
 
     @property
     def op(self) -> str:
@@ -146,24 +147,24 @@ def can_skip_plan_check(rank: Rank, all_reduce_command: AllReduceValues) -> bool
 def fuse_calls(
     rank: Rank,
     exchange: GradientExchange,
-    rank_gradient: RankCall,
-    rank_updates: Sequence[RankCall],
+    gradient_rank_call: RankCall,
+    update_rank_calls: Sequence[RankCall],
     n_steps: int = 1,
 ) -> Runner | None:
     """Return the fused launch of a gradient, its exchange and updates, or None if this rank cannot fuse them."""
-    if rank_gradient.compiled.n_rank_means:
+    if gradient_rank_call.compiled.n_rank_means:
         return None  # Python exchanges the means within the launch, and waits for its end
-    computation = rank_gradient.computation
-    if not rank_gradient.has_rows or rank_gradient.call.is_sliced:
+    computation = gradient_rank_call.computation
+    if not gradient_rank_call.has_rows or gradient_rank_call.call.is_sliced:
         return None
-    if rank_gradient.call.needs_compile and computation.compile_order == CompileOrder.AT_FIRST_CALL:
+    if gradient_rank_call.call.may_need_compile and computation.compile_order == CompileOrder.AT_FIRST_CALL:
         return None  # the master makes this call first, alone: in a fused launch it would wait for the others
     runners = []
-    for rank_update in rank_updates:
-        if rank_update.computation.engine is not computation.engine:
+    for update_rank_call in update_rank_calls:
+        if update_rank_call.computation.engine is not computation.engine:
             return None
-        runners.append(rank_update.compiled.runner)
-    return computation.engine.fuse_step(rank, rank_gradient.compiled.runner, exchange, runners, n_steps)
+        runners.append(update_rank_call.compiled.runner)
+    return computation.engine.fuse_step(rank, gradient_rank_call.compiled.runner, exchange, runners, n_steps)
 
 
 class _ShardedStepCommandFields(NamedTuple):
@@ -192,11 +193,11 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
     __slots__ = ()
 
     @property
-    def effect(self) -> str | None:
+    def effect_sentence(self) -> str | None:
         return "The step was taken" if self.n_steps == 1 else "Steps were taken"
 
     @property
-    def partial_effect(self) -> str | None:
+    def partial_effect_sentence(self) -> str | None:
         """Effect in the message of an error after the update of some rank's part."""
         return (
             "Some ranks may have updated their parts of the parameters or of the optimizer's state, and others not: "
@@ -205,26 +206,26 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
 
     def run(self, rank: Rank) -> tuple[Any, list[Any]] | None:
         """Take the steps.  Return the gradient's outputs, or None if a single step has to be taken instead."""
-        rank_gradient, shard_update, parameter_update = (
+        gradient_rank_call, shard_rank_call, parameter_rank_call = (
             call.compile_and_bind(rank)
             for call in (self.gradient_call, self.shard_update_call, self.parameter_update_call)
         )
         # At its first call a rank may have to wait until another rank has compiled the function.  Means over ranks are
         # exchanged between the launches of a single step.
-        if self.n_steps > 1 and (self.gradient_call.needs_compile or rank_gradient.compiled.n_rank_means):
+        if self.n_steps > 1 and (self.gradient_call.may_need_compile or gradient_rank_call.compiled.n_rank_means):
             return None
         self._store_rank_number(rank)
         if self.n_steps == 1 and get_rank_device(rank).needs_gpu:
-            fused_runner = fuse_calls(rank, self, rank_gradient, [shard_update, parameter_update])
-            if all(rank.all_gather_unless_equal(fused_runner is not None)):
-                return rank_gradient.run(fused_runner), []
+            fused_runner = fuse_calls(rank, self, gradient_rank_call, [shard_rank_call, parameter_rank_call])
+            if all(rank.all_gather_if_different(fused_runner is not None)):
+                return gradient_rank_call.run(fused_runner), []
 
         variables = rank.get_object(self.matrix_key), rank.get_object(self.row_key)
 
         def update() -> None:
-            shard_update.run()
+            shard_rank_call.run()
             all_gather_shards(rank, *variables)
-            parameter_update.run()
+            parameter_rank_call.run()
 
         def take_step(compute_gradient: Callable[[], Any]) -> Any:
             outputs = compute_gradient()
@@ -235,9 +236,9 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
             return outputs
 
         if self.n_steps == 1:
-            return take_step(lambda: rank_gradient.run(records_effect=False)), []
-        runner = rank_gradient.compiled.runner
-        return rank_gradient.run(
+            return take_step(lambda: gradient_rank_call.run(records_effect=False)), []
+        runner = gradient_rank_call.compiled.runner
+        return gradient_rank_call.run(
             _UnfusedStepsRunner(
                 lambda *inputs: take_step(lambda: runner(*inputs)), self.n_steps, runner.host_input_positions
             )

@@ -34,18 +34,18 @@ N_ELEMENTS = 1_000_000
 #: Function that this process calls at its next chunk.
 chunk_fault: Callable[[], None] | None = None
 
-_real_advance = PipeEnd.advance
+_real_finish_frame = PipeEnd.finish_frame
 
 
-def _advance_pipe(self: PipeEnd, nbytes: int = 0) -> None:
+def _finish_frame(self: PipeEnd, nbytes: int = 0) -> None:
     global chunk_fault
-    _real_advance(self, nbytes)
+    _real_finish_frame(self, nbytes)
     if chunk_fault is not None and self._frame_number > 1:
         action, chunk_fault = chunk_fault, None
         action()
 
 
-PipeEnd.advance = _advance_pipe  # type: ignore[method-assign]  # faults are injected here
+PipeEnd.finish_frame = _finish_frame  # type: ignore[method-assign]  # faults are injected here
 
 
 def report_event(folder: str, event: str, **data: Any) -> None:
