@@ -79,7 +79,7 @@ def build_computation(
         given_update_ops=[op for _, _, op in raw_updates],
         givens=substitutions,
         sliceable_shareds=sliceable,
-        kwargs=kwargs,
+        library_kwargs=kwargs,
         name=name or f"synk_function_{next(_name_numbers)}",
         library=library,
     )

@@ -218,8 +218,7 @@ class RankCall:
         """Whether the first launch compiles, and writes the compiled code to the cache on disk."""
         if self.compiled.n_rank_means:
             return False  # all ranks have to compute at the same time
-        library, order = self.computation.library, self.computation.compile_order
-        return order == CompileOrder.AT_FIRST_CALL and library.has_disk_cache(self.compiled.function)
+        return self.computation.library.writes_cache_at_first_call(self.compiled.function)
 
     def _compute_first_time(self) -> None:
         """Compute for the first time: the master before the workers if it writes the cache on disk."""

@@ -35,12 +35,17 @@ from synkhronos.variable_types import SharedVariable
 
 
 class RowSelector(Enum):
-    """Kind of the additional inputs that select rows of the sliceable shared variables; the value is their number."""
+    """Kind of the additional inputs that select rows of the sliceable shared variables."""
 
     #: A vector of indexes.
-    INDEXES = 1
+    INDEXES = "indexes"
     #: Two integers, start and stop.
-    SLICE = 2
+    SLICE = "slice"
+
+    @property
+    def n_inputs(self) -> int:
+        """Number of the additional inputs."""
+        return 2 if self is RowSelector.SLICE else 1
 
 
 class Variant(NamedTuple):
@@ -93,7 +98,7 @@ class Computation:
     #: Shared variables whose rows ``batch_s`` selects and ``num_slices`` divides.
     sliceable_shareds: list[Any]
     #: Other arguments of the library's ``function``.
-    kwargs: dict[str, Any]
+    library_kwargs: dict[str, Any]
     name: str
     library: GraphLibrary
     #: Variants that this rank has compiled.
@@ -127,7 +132,10 @@ class Computation:
         return self.library.find_shareds(self.list_variables())
 
     def list_read_shareds(self) -> list[Any]:
-        """Return the shared variables that the updates, and the outputs that are reduced over ranks, depend on."""
+        """Return the shared variables that the updates, and the outputs that are reduced over ranks, depend on.
+
+        Variables that only outputs without a reduction read are omitted: these outputs come from the master alone.
+        """
         outputs = [
             self.library.get_output_variable(output)
             for output, op in zip(self.outputs, self.output_ops, strict=True)
@@ -141,12 +149,12 @@ class Computation:
     @cached_property
     def engine(self) -> Engine:
         """Engine that launches the compiled variants."""
-        return choose_engine(self.library, self.kwargs.get("mode"))
+        return choose_engine(self.library, self.library_kwargs.get("mode"))
 
     @property
     def compile_order(self) -> CompileOrder:
         """Order in which ranks compile the function."""
-        return self.library.choose_compile_order(self.kwargs.get("mode"))
+        return self.library.choose_compile_order(self.library_kwargs.get("mode"))
 
     @cached_property
     def device(self) -> Device:
@@ -170,7 +178,7 @@ class Computation:
 
     def check_kwargs_picklable(self) -> None:
         """Raise TypeError if a keyword argument can't be pickled."""
-        for name, value in self.kwargs.items():
+        for name, value in self.library_kwargs.items():
             try:
                 pickle.dumps(value)
             except Exception as error:
@@ -182,14 +190,14 @@ class Computation:
 
     def reset_if_engine_changed(self) -> None:
         """Drop compiled variants and buffers of another engine or device, which an earlier session may have used."""
-        engine = choose_engine(self.library, self.kwargs.get("mode"))
+        engine = choose_engine(self.library, self.library_kwargs.get("mode"))
         if "device" in self.__dict__ and (self.engine, self.device) != (engine, engine.device):
             for name in _ENGINE_ATTRIBUTES:
                 self.__dict__.pop(name, None)
             self.compiled_variants.clear()
             self.buffers.clear()
 
-    def move_to_device(self) -> None:
+    def move_shareds_to_device(self) -> None:
         """Move the values of the computation's shared variables to the device, if the device requires it."""
         if not self.device.must_move_shared_values:
             return
@@ -208,7 +216,7 @@ class Computation:
             output_spec = OutputSpec.from_types(types, ops, variant.returns_updates)
             with self.library.use_default_updates(self.default_updates):
                 function = self.compile_variant(variant)
-            n_inputs = len(self.inputs) + (variant.row_selector.value if variant.row_selector else 0)
+            n_inputs = len(self.inputs) + (variant.row_selector.n_inputs if variant.row_selector else 0)
             runner = self.engine.make_runner(
                 self.library, function, n_inputs, allows_opaque_outputs=not variant.returns_updates
             )
@@ -221,7 +229,7 @@ class Computation:
         library = self.library
         inputs = [spec.library_input for spec in self.inputs]
         outputs = self.outputs if variant.output_subset is None else [self.outputs[i] for i in variant.output_subset]
-        kwargs = dict(self.kwargs)
+        kwargs = dict(self.library_kwargs)
         if variant != DEFAULT_VARIANT:
             # Some outputs may not need all inputs and sliceable variables.
             kwargs["on_unused_input"] = "ignore"
@@ -269,7 +277,7 @@ class Computation:
     @cached_property
     def default_updates(self) -> list[tuple[Any, Any]]:
         """Default updates, which the library's ``function`` adds to the given ones."""
-        no_default_updates = self.kwargs.get("no_default_updates", False)
+        no_default_updates = self.library_kwargs.get("no_default_updates", False)
         if no_default_updates is True:
             return []
         excluded = {id(shared) for shared, _ in self.updates} | {id(v) for v in (no_default_updates or [])}

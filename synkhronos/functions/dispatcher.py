@@ -195,7 +195,7 @@ class Dispatcher:
         self._compiled_variants = set()
         self.computation.reset_if_engine_changed()
         session.rank.add_object(self.computation_key, self.computation, is_weak=True)
-        self.computation.move_to_device()
+        self.computation.move_shareds_to_device()
         session.memory.release_when_deleted(self, "object", self.computation_key)
 
     def _warn_of_master_values(self) -> None:

@@ -220,9 +220,9 @@ class GraphLibrary(ABC):
         """Return the order in which ranks compile functions of this mode."""
         return CompileOrder.MASTER_FIRST
 
-    def has_disk_cache(self, function: CompiledFunction) -> bool:
-        """Whether the first call of a function writes the compiled code to a cache on disk."""
-        return True
+    def writes_cache_at_first_call(self, function: CompiledFunction) -> bool:
+        """Whether the first call of a function compiles it, and writes the code to a cache on disk."""
+        return False
 
     def compile_now(self, function: CompiledFunction) -> None:  # noqa: B027 - only Numba compiles later
         """Compile a function without inputs before its first call, for the types of its shared variables' values."""

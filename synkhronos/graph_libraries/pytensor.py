@@ -92,9 +92,10 @@ class PyTensor(GraphLibrary):
             return CompileOrder.AT_FIRST_CALL if pytensor.config.numba__cache else CompileOrder.IN_PARALLEL
         return CompileOrder.IN_PARALLEL if isinstance(linker, JAXLinker | PerformLinker) else CompileOrder.MASTER_FIRST
 
-    def has_disk_cache(self, function: CompiledFunction) -> bool:
+    def writes_cache_at_first_call(self, function: CompiledFunction) -> bool:
         """Whether Numba caches a function.  It does not if an Op, such as a Python callback, has no cache key."""
-        return function.vm.jit_fn.stats.cache_path is not None
+        is_numba = isinstance(function.maker.linker, NumbaLinker)
+        return is_numba and function.vm.jit_fn.stats.cache_path is not None
 
     def compile_now(self, function: CompiledFunction) -> None:
         """Make Numba compile the function for the types of the values."""

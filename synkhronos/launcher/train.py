@@ -15,7 +15,7 @@ from synkhronos.launcher.configuration.resolve import resolve_settings
 from synkhronos.launcher.configuration.settings import Settings, SettingsError, merge_tables
 from synkhronos.launcher.configuration.sources import parse_set_options, read_environment, read_session_file
 from synkhronos.launcher.supervision.rank_output import open_standard_streams
-from synkhronos.launcher.supervision.run_folder import create_and_lock_run_folder, find_versions
+from synkhronos.launcher.supervision.run_folder import create_and_lock_run_folder, describe_software
 from synkhronos.launcher.supervision.supervisor import Supervisor
 
 #: Options of the command line that are settings.
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     except SettingsError as error:
         sys.stderr.write(f"synkhronos train: {error}\n")
         return 2
-    settings_and_versions = {**dataclasses.asdict(settings), **find_versions(settings.pythonpath)}
+    settings_and_versions = {**dataclasses.asdict(settings), **describe_software(settings.pythonpath)}
     sys.stdout.write(json.dumps(settings_and_versions, indent=1) + "\n")
     return 0
 

@@ -324,8 +324,8 @@ class ReceiveObjects(Command):
             if get_library(shared).is_generator(shared):
                 jump_shared_to_rank(shared, rank, offset)
         for _, value in values[len(offsets) :]:
-            if hasattr(value, "move_to_device"):  # a `Computation`
-                value.move_to_device()
+            if hasattr(value, "move_shareds_to_device"):  # a `Computation`
+                value.move_shareds_to_device()
         return set()
 
 

@@ -99,7 +99,7 @@ def test_functions_compiled_at_the_first_call_are_fused_later(toy, fork, monkeyp
     # The master compiles first; it cannot wait for the other ranks in that launch.
     library = type(get_library(tensor.dmatrix()))
     monkeypatch.setattr(library, "choose_compile_order", lambda self, mode: CompileOrder.AT_FIRST_CALL)
-    monkeypatch.setattr(library, "has_disk_cache", lambda self, function: True)
+    monkeypatch.setattr(library, "writes_cache_at_first_call", lambda self, function: True)
     monkeypatch.setattr(library, "compile_now", lambda self, function: None)
     fork(2)
     (train, w), (train_serial, w_serial) = (

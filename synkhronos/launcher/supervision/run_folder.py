@@ -33,7 +33,13 @@ _PACKAGES = ("synkhronos", "numpy", "pytensor", "Theano", "jax", "Lasagne", "saf
 
 
 def create_and_lock_run_folder(settings: Settings, command: list[str]) -> IO[str]:
-    """Make and lock a run's folder, and write settings and versions.  Return the open file that holds the lock."""
+    """Make and lock a run's folder, remove the last run's records from it, and write settings and versions.
+
+    The records are the files of failures, processes and deaths; checkpoints and logs stay.  Nothing is removed while
+    another run has the lock.
+
+    Return the open file that holds the lock.
+    """
     folder = Path(settings.folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -42,11 +48,10 @@ def create_and_lock_run_folder(settings: Settings, command: list[str]) -> IO[str
         raise SettingsError(f"folder: {folder} can't be made or written: {error}") from None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for path in (*folder.glob(FAILURE_FILE.replace(".", "*.")), folder / PROCESSES_FILE, folder / DEATHS_FILE):
-            path.unlink(missing_ok=True)
+        _remove_old_records(folder)
         settings.save()
-        versions = find_versions(settings.pythonpath)
-        _write_run_record(folder, {**versions, "command": command, "began": _format_present_time()}, _RESERVED_NBYTES)
+        record = {**describe_software(settings.pythonpath), "command": command, "began": _format_present_time()}
+        _write_run_record(folder, record, _RESERVED_NBYTES)
     except BlockingIOError:
         lock.close()
         raise SettingsError(
@@ -58,20 +63,26 @@ def create_and_lock_run_folder(settings: Settings, command: list[str]) -> IO[str
     return lock
 
 
-def find_versions(folder: str) -> dict[str, Any]:
-    """Find the versions of Python and of packages, and the commit of the model's folder."""
+def _remove_old_records(folder: Path) -> None:
+    """Remove the last run's files of failures, processes and deaths."""
+    for path in (*folder.glob(FAILURE_FILE.replace(".", "*.")), folder / PROCESSES_FILE, folder / DEATHS_FILE):
+        path.unlink(missing_ok=True)
+
+
+def describe_software(model_folder: str) -> dict[str, Any]:
+    """Return the versions of Python and of packages, the host's name, and the commit of the model's folder."""
     versions: dict[str, Any] = {"python": platform.python_version(), "host": platform.node()}
     versions |= list_versions(_PACKAGES)
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         for name, arguments in (("commit", ["rev-parse", "HEAD"]), ("changed", ["status", "--porcelain", "-uno"])):
-            result = subprocess.run(["git", "-C", folder, *arguments], capture_output=True, text=True, timeout=10)
+            result = subprocess.run(["git", "-C", model_folder, *arguments], capture_output=True, text=True, timeout=10)
             if result.returncode == 0:
                 versions[name] = result.stdout.strip() if name == "commit" else bool(result.stdout.strip())
     return versions
 
 
-def add_to_run_record(folder: Path, entries: Mapping[str, Any]) -> None:
-    """Add entries and the present time, as ``ended``, to ``run.json``."""
+def record_run_end(folder: Path, entries: Mapping[str, Any]) -> None:
+    """Add the present time, as ``ended``, and entries on the end of the run to ``run.json``."""
     record: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
         record = json.loads((folder / RECORD_FILE).read_text())
@@ -82,11 +93,11 @@ def _format_present_time() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
-def _write_run_record(folder: Path, entries: dict[str, Any], reserved: int = 0) -> None:
+def _write_run_record(folder: Path, entries: dict[str, Any], reserved_nbytes: int = 0) -> None:
     """Write ``run.json`` in place: the lock is on its inode, and its blocks are allocated even on a full disk."""
     text = json.dumps(entries, indent=1)
     with open(folder / RECORD_FILE, "r+b", buffering=0) as file:
-        size = len(text) + reserved if reserved else max(len(text), os.fstat(file.fileno()).st_size - 1)
+        size = len(text) + reserved_nbytes if reserved_nbytes else max(len(text), os.fstat(file.fileno()).st_size - 1)
         data = f"{text.ljust(size)}\n".encode()
         if file.write(data) < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

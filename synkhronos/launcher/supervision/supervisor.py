@@ -40,7 +40,7 @@ from synkhronos.launcher.configuration.settings import Settings
 from synkhronos.launcher.supervision.master_arguments import COMPLETE_EXIT_CODE, MasterArguments
 from synkhronos.launcher.supervision.memory_checkpoint_folder import MemoryCheckpointFolder
 from synkhronos.launcher.supervision.rank_output import Console, LineSplitter, OutputWriter, open_standard_streams
-from synkhronos.launcher.supervision.run_folder import FAILURE_FILE, PROCESSES_FILE, DeathLog, add_to_run_record
+from synkhronos.launcher.supervision.run_folder import FAILURE_FILE, PROCESSES_FILE, DeathLog, record_run_end
 from synkhronos.ranks.child_process import make_python_path
 from synkhronos.ranks.errors import Death, describe_exit
 from synkhronos.training.checkpoints.checkpoint_folder import copy_checkpoint, list_checkpoints
@@ -406,7 +406,7 @@ class Supervisor:
         """Add the exit status and the time to ``run.json``."""
         counts = {"restarts": self._n_restarts, "deaths": self._death_limit.n_deaths}
         try:
-            add_to_run_record(self.folder, {name: count for name, count in counts.items() if count} | exit_record)
+            record_run_end(self.folder, {name: count for name, count in counts.items() if count} | exit_record)
         except OSError as error:
             self._error_console.write(f"run.json lacks the exit status, {exit_record['status']}: {error}\n")
 
