@@ -19,9 +19,9 @@ class LSGAN(GAN):
 
     rate = 2e-4
 
-    def updates(self, loss: Any, params: list[Any], learning_rate: Any) -> Any:
+    def updates(self, loss_or_grads: Any, params: list[Any], learning_rate: Any) -> Any:
         """Return the updates of parameters."""
-        return lasagne.updates.adam(loss, params, learning_rate, beta1=0.5)
+        return lasagne.updates.adam(loss_or_grads, params, learning_rate, beta1=0.5)
 
     def losses(self, real: Any, fake: Any) -> tuple[Any, Any]:
         """Return the critic's loss and the generator's."""

@@ -2,12 +2,26 @@
 
 An `AllReducePlan` has all that the ranks agree on in the first `all_reduce` of some variables: layouts, communicators,
 and the generation of the connection.  In a repetition, each rank checks that its own plan is still valid, and compares
-the plan's digest with those of the other ranks.  If the digests differ, all ranks make new plans.  Depending on the
-plan, the ranks compare digests
+the plan's digest with those of the other ranks.  If the digests differ, all ranks make new plans.
 
-- at a barrier before the reduction;
-- at the only barrier of the reduction, if all arrays are small and reduced in host memory;
-- after they have started the reduction, if the communicator can abort it (`SpeculativeCommunicator`).
+An all-reduce takes one of these paths:
+
+===========  ========================================  ===============================================================
+Path         Condition                                 Barriers, and what a rank's failure or an interrupt changes
+===========  ========================================  ===============================================================
+Speculative  `AllReduceValues.run`, with a valid plan  One, after the start, for digests.  Before it: no variable; the
+             for a `SpeculativeCommunicator` (NCCL)    connection is aborted.  After it: all ranks store the results,
+                                                       an interrupted one at the end of the failed command.
+Small        A valid plan with `scratch_views`         One, for digests and values.  Before it: no variable.  After it
+                                                       signals are deferred: all ranks store the results.
+Planned      Another valid plan, or                    One for digests.  Before it: no variable.  Then the barriers of
+             `AllReduceValues.reduce_and_run` with     `Communicator.all_reduce`.  Signals are deferred meanwhile, but
+             the plan of the speculative path          for a limited time while a rank waits; a failure may leave some
+                                                       ranks with results, and others without.
+Unplanned    No valid plan on some rank: the digests   One or more for layouts, in `prepare_replicas`.  Until all
+             differ                                    shapes are found equal: no variable.  Then as small or planned,
+                                                       without another barrier for digests.
+===========  ========================================  ===============================================================
 """
 
 from __future__ import annotations

@@ -129,7 +129,8 @@ class Death(NamedTuple):
 
     def describe(self) -> str:
         """Return a clause for messages, such as "rank 1 on host b (process 12) was killed by SIGKILL"."""
-        return f"{describe_rank(self.rank, self.host)} (process {self.pid}) {self.exit_description}"
+        process = f" (process {self.pid})" if self.pid else ""
+        return f"{describe_rank(self.rank, self.host)}{process} {self.exit_description}"
 
 
 class SessionFailure(NamedTuple):

@@ -25,7 +25,7 @@ from typing import Any
 from synkhronos.containers import WeakKeyDict
 from synkhronos.ranks.command import Command
 from synkhronos.ranks.command_runner import CommandRunner
-from synkhronos.ranks.errors import Cancelled, Death, ReconnectError, SessionFailure, WorkerError, describe_rank
+from synkhronos.ranks.errors import Cancelled, Death, ReconnectError, SessionFailure, WorkerError
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.link import Link
 from synkhronos.ranks.process_group import GRACE_SECONDS, ProcessGroup
@@ -99,7 +99,7 @@ class Session(CommandRunner):
 
     @property
     def death(self) -> Death | None:
-        """The worker's exit that closed the session, if one did."""
+        """The exit or failed start of a worker, or the loss of a host, that closed the session, if one did."""
         return None if self.failure is None else self.failure.death
 
     # -- failures ----------------------------------------------------------------------------------------------
@@ -298,9 +298,7 @@ class Session(CommandRunner):
             death = Death.from_failed_start(self.rank.number, "", reason)
             if isinstance(error, ReconnectError):
                 death = error.death
-            self.failure = SessionFailure(
-                f"{describe_rank(death.rank, death.host)} {death.exit_description}", death.rank, death
-            )
+            self.failure = SessionFailure(death.describe(), death.rank, death)
         elif self.close_reason is None:  # else a new worker has died
             rank = error.rank if isinstance(error, WorkerError) else self._group.find_unstarted_rank()
             rank = self.rank.number if rank is None else rank

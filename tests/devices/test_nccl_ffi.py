@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from library import NAME
-from system import LIMIT, run_code
+from system import LIMIT_SECONDS, run_code
 
 from synkhronos.devices import choose_device
 from synkhronos.devices.cuda import launch_state, nccl
@@ -30,7 +30,7 @@ def run_program(program):
         import handler_programs
         handler_programs.{program}
     """
-    return run_code(code, timeout=LIMIT + 120, JAX_PLATFORMS="cpu").splitlines()
+    return run_code(code, timeout=LIMIT_SECONDS + 120, JAX_PLATFORMS="cpu").splitlines()
 
 
 def all_reduced(n_items, dtype, op="sum", on=None):
@@ -114,7 +114,7 @@ def test_several_processes_compile_once(tmp_path):
         subprocess.Popen([sys.executable, "-c", code], env={**os.environ, **environment}, stdout=subprocess.PIPE)
         for _ in range(2)
     ]
-    assert [process.communicate(timeout=LIMIT + 60)[0] for process in processes] == 2 * [b"library\n"]
+    assert [process.communicate(timeout=LIMIT_SECONDS + 60)[0] for process in processes] == 2 * [b"library\n"]
     assert log.read_text().count("\n") == 1
     assert sorted(path.suffix for path in (tmp_path / "cache" / "synkhronos").iterdir()) == [".lock", ".so"]
 
@@ -128,11 +128,13 @@ def test_without_a_compiler_xla_calls_through_python(tmp_path, compiler, words):
         print([JAX.nccl_call_mode, JAX.nccl_call_mode])
     """
     environment = {"CXX": compiler, "XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
-    message, calls = run_code(code, timeout=LIMIT + 60, SYNKHRONOS_NCCL_CALLS="native", **environment).splitlines()
+    message, calls = run_code(
+        code, timeout=LIMIT_SECONDS + 60, SYNKHRONOS_NCCL_CALLS="native", **environment
+    ).splitlines()
     assert message.startswith("XLA calls NCCL through Python") and words in message
     assert calls == "['python', 'python']"
     assert not list(tmp_path.glob("*/*.so"))
-    assert run_code(code, timeout=LIMIT + 60, SYNKHRONOS_NCCL_CALLS="", **environment).strip() == calls
+    assert run_code(code, timeout=LIMIT_SECONDS + 60, SYNKHRONOS_NCCL_CALLS="", **environment).strip() == calls
 
 
 def test_choose_device_refuses_unknown_nccl_calls(monkeypatch):

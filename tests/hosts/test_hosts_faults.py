@@ -14,7 +14,7 @@ import pytest
 from faults.harness import check_delay
 from hosts import are_simulated
 from hosts.tree import SimulatedHosts
-from system import LIMIT
+from system import LIMIT_SECONDS
 
 pytestmark = [pytest.mark.hosts, pytest.mark.faults]
 needs_namespaces = pytest.mark.skipif(not are_simulated(), reason="no namespaces here, so that no host is lost alone")
@@ -155,7 +155,7 @@ def test_killed_process_on_a_host_is_named(hosts, target, place):
         os.kill(pids if number is None else pids[number], signal.SIGKILL)
         tree.release() if place == "idle" else None
         outcome = tree.expect_event("outcome")
-        while place == "idle" and outcome.get("value") and time.monotonic() < fault_time + LIMIT:
+        while place == "idle" and outcome.get("value") and time.monotonic() < fault_time + LIMIT_SECONDS:
             outcome = tree.run_order(
                 "run_faulty_command", place="barrier", fault_ranks=[], action=""
             )  # it finished before the loss was noticed

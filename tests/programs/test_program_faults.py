@@ -10,7 +10,7 @@ import rank_programs as programs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from library import DEVICE
-from system import LIMIT, time_limit
+from system import LIMIT_SECONDS, time_limit
 from test_rank_programs import draw_group_programs
 
 import synkhronos as synk
@@ -59,7 +59,7 @@ def test_deadlock_of_message_and_barrier_is_detected(two_ranks_per_test):
 
 
 def test_random_program_steps_end_or_raise(fork):
-    fork(3, timeout=LIMIT)
+    fork(3, timeout=LIMIT_SECONDS)
 
     @settings(max_examples=20)
     @given(st.data())
@@ -100,7 +100,7 @@ def can_complete(steps_by_rank, capacity):
 
 def test_send_blocks_only_beyond_the_buffer(fork):
     """In any order of sends and receives, programs whose messages fit end, and deadlocks raise errors."""
-    fork(3, timeout=LIMIT)
+    fork(3, timeout=LIMIT_SECONDS)
     capacity = ProgramMemoryLayout(segment_key=0, n_ranks=3, n_locks=1).channel_nbytes
     pairs = st.sampled_from([(source, target) for source in range(3) for target in range(3) if source != target])
     sizes = st.sampled_from([0, 10, 1000, 30_000, 60_000, 100_000, 300_000])

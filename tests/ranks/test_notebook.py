@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 from paths import ROOT, SUPPORT
-from system import LIMIT, list_children, wait_until_ended
+from system import LIMIT_SECONDS, list_children, wait_until_ended
 
 pytestmark = [pytest.mark.faults]
 
@@ -71,7 +71,7 @@ class Notebook:
     def connect(self):
         self.client = self.manager.client()
         self.client.start_channels()
-        self.client.wait_for_ready(timeout=LIMIT)
+        self.client.wait_for_ready(timeout=LIMIT_SECONDS)
 
     @property
     def pid(self):
@@ -81,14 +81,14 @@ class Notebook:
         """Start a cell, and return once it runs."""
         cell = self.client.execute(textwrap.dedent(code))
         while True:
-            message = self.client.get_iopub_msg(timeout=LIMIT)
+            message = self.client.get_iopub_msg(timeout=LIMIT_SECONDS)
             if message["parent_header"].get("msg_id") == cell and message["msg_type"] == "execute_input":
                 return cell
 
     def wait_until_printed(self, cell, text):
         """Wait until a cell has printed a text."""
         while True:
-            message = self.client.get_iopub_msg(timeout=LIMIT)
+            message = self.client.get_iopub_msg(timeout=LIMIT_SECONDS)
             if message["parent_header"].get("msg_id") == cell and text in message["content"].get("text", ""):
                 return
 
@@ -97,7 +97,7 @@ class Notebook:
         text, error = "", None
         while True:
             try:
-                message = self.client.get_iopub_msg(timeout=LIMIT)
+                message = self.client.get_iopub_msg(timeout=LIMIT_SECONDS)
             except queue.Empty:
                 raise AssertionError(f"silent after {text!r}") from None
             if message["parent_header"].get("msg_id") != cell:

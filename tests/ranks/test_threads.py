@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 from library import DEVICE, INTERPRETED, PythonOp, shared, tensor
-from system import LIMIT
+from system import LIMIT_SECONDS
 
 import synkhronos as synk
 
@@ -192,7 +192,7 @@ def test_close_waits_two_seconds_for_other_threads(fork, seconds, call_at_start)
     call_at_start(computing.set)
     thread = threading.Thread(target=call)
     thread.start()
-    assert computing.wait(LIMIT)
+    assert computing.wait(LIMIT_SECONDS)
     synk.close()
     ended = bool(outcome)
     WOKEN.set()

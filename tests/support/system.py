@@ -18,7 +18,7 @@ from typing import Any
 from paths import ROOT, SUPPORT
 
 #: Maximal seconds of short operations, on a busy machine.
-LIMIT = 30
+LIMIT_SECONDS = 30
 #: States of processes that have ended.
 _ENDED = ("Z", "X", "")
 
@@ -50,7 +50,7 @@ def read_process_state(pid: int) -> str:
 
     R, S, D, T for stopped, Z for a zombie, X for a process that is being removed; "" if it does not exist.
     """
-    return (_read_status(pid) or [""])[0]
+    return (_read_stat_fields(pid) or [""])[0]
 
 
 def is_alive(pid: int) -> bool:
@@ -60,14 +60,14 @@ def is_alive(pid: int) -> bool:
 
 def wait_for_state(pid: int, state: str) -> None:
     """Wait until a process is in a state."""
-    deadline = time.monotonic() + LIMIT
+    deadline = time.monotonic() + LIMIT_SECONDS
     while read_process_state(pid) != state:
         assert time.monotonic() < deadline, f"{pid} is {read_process_state(pid)!r}, not {state!r}"
         time.sleep(0.001)
 
 
 def wait_until(
-    condition: Callable[[], object], process: subprocess.Popen[Any] | None = None, limit: float = LIMIT
+    condition: Callable[[], object], process: subprocess.Popen[Any] | None = None, limit: float = LIMIT_SECONDS
 ) -> None:
     """Wait until a condition holds; fail after some seconds, or if a process that has to fulfil it exits."""
     deadline = time.monotonic() + limit
@@ -87,7 +87,7 @@ def wait_in_c(fd: int, limit_ms: int) -> bool:
     return poll(ctypes.byref(_PollDescriptor(fd, select.POLLIN, 0)), 1, limit_ms) > 0
 
 
-def wait_until_empty(list_left: Callable[[], Collection[object]], limit: float = LIMIT) -> None:
+def wait_until_empty(list_left: Callable[[], Collection[object]], limit: float = LIMIT_SECONDS) -> None:
     """Wait until a function returns nothing that is left, such as processes that have to end."""
     deadline = time.monotonic() + limit
     while left := list_left():
@@ -102,7 +102,7 @@ def wait_until_ended(pids: Collection[int]) -> None:
 
 def list_session_members(session: int) -> dict[int, str]:
     """Return the states of a session's live processes by process ID, without zombies."""
-    statuses = {int(name): _read_status(int(name)) for name in os.listdir("/proc") if name.isdecimal()}
+    statuses = {int(name): _read_stat_fields(int(name)) for name in os.listdir("/proc") if name.isdecimal()}
     return {pid: s[0] for pid, s in statuses.items() if s and int(s[3]) == session and s[0] not in _ENDED}
 
 
@@ -120,7 +120,7 @@ def list_marked_processes(mark: bytes) -> dict[int, tuple[str, str]]:
     return processes
 
 
-def _read_status(pid: int) -> list[str]:
+def _read_stat_fields(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat after the name: state, parent, group, session, ..."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
@@ -130,7 +130,7 @@ def _read_status(pid: int) -> list[str]:
 
 
 @contextlib.contextmanager
-def time_limit(seconds: float = LIMIT) -> Iterator[None]:
+def time_limit(seconds: float = LIMIT_SECONDS) -> Iterator[None]:
     """Fail if the block takes longer than this."""
     start = time.monotonic()
     yield

@@ -26,8 +26,8 @@ def kill_worker():
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
-def train(name, is_disturbed, has_loader=False):
-    """Train on two new ranks; if `is_disturbed`, the worker dies between two reports.  Return values and reports."""
+def train(name, kills_after_first_report, has_loader=False):
+    """Train on two new ranks, and return values and reports.  The worker may be killed after the first report."""
     fork_ranks(2)
     try:
         model, reports, numbers = Model(name), [], np.arange(len(X))
@@ -35,7 +35,7 @@ def train(name, is_disturbed, has_loader=False):
         valid = X, [Y, numbers]
         for report in model.trainer.epochs(*rows, 5, 2, every=3, valid=valid, on_death="continue"):
             reports.append(report)
-            if is_disturbed and len(reports) == 1:
+            if kills_after_first_report and len(reports) == 1:
                 kill_worker()
         return np.asarray(model.values()), np.asarray(model.count_uses()), reports
     finally:
@@ -44,8 +44,8 @@ def train(name, is_disturbed, has_loader=False):
 
 @pytest.mark.parametrize(("name", "has_loader"), [("BSP", True), ("LocalSGD", False)])
 def test_on_death_continue_with_xla(name, has_loader):
-    values, used, reports = train(name, is_disturbed=True, has_loader=has_loader)
-    expected, _, others = train(name, is_disturbed=False)
+    values, used, reports = train(name, kills_after_first_report=True, has_loader=has_loader)
+    expected, _, others = train(name, kills_after_first_report=False)
     assert set(used.tolist()) == {2.0}  # each row once in each epoch
     np.testing.assert_allclose(values, expected, rtol=1e-12)
     np.testing.assert_allclose([report.loss for report in reports], [report.loss for report in others], rtol=1e-12)
@@ -54,7 +54,7 @@ def test_on_death_continue_with_xla(name, has_loader):
 
 
 def test_losses_are_read_before_their_worker_can_die(monkeypatch):
-    expected, _, others = train("BSP", is_disturbed=False)
+    expected, _, others = train("BSP", kills_after_first_report=False)
     original, n_calls = RecoveryPolicy.run_update, itertools.count()
 
     def run_update(self, operation, steps=0):
@@ -64,7 +64,7 @@ def test_losses_are_read_before_their_worker_can_die(monkeypatch):
         return result
 
     monkeypatch.setattr(RecoveryPolicy, "run_update", run_update)
-    values, used, reports = train("BSP", is_disturbed=False)
+    values, used, reports = train("BSP", kills_after_first_report=False)
     assert set(used.tolist()) == {2.0} and sum(len(report.deaths) for report in reports) == 1
     np.testing.assert_allclose(values, expected, rtol=1e-12)
     np.testing.assert_allclose([report.loss for report in reports], [report.loss for report in others], rtol=1e-12)

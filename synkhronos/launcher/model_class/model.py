@@ -161,12 +161,13 @@ class Model:
         """Preprocess or augment a batch, such as by random crops.  By default it is unchanged."""
         return arrays
 
-    def updates(self, loss: Any, params: list[SharedVariable], learning_rate: Any) -> Any:
+    def updates(self, loss_or_grads: Any, params: list[SharedVariable], learning_rate: Any) -> Any:
         """Return the updates of the parameters; by default by Nesterov's momentum.
 
-        If BSP reduces gradients, ``loss`` is a list of the reduced gradients, and `weight` is None during this call.
+        If BSP reduces gradients, ``loss_or_grads`` is a list of the reduced gradients, and `weight` is None during this
+        call.
         """
-        rule_updates = updates.nesterov_momentum(loss, params, learning_rate=learning_rate, weight=self.weight)
+        rule_updates = updates.nesterov_momentum(loss_or_grads, params, learning_rate=learning_rate, weight=self.weight)
         return build_local_updates(rule_updates)
 
     def set_options(self, options: Mapping[str, Any]) -> None:
@@ -305,7 +306,7 @@ class Model:
         try:
             updates = _to_update_dict(self.updates(list(flat.iterate_gradients()), params, learning_rate))
         except Exception as error:
-            error.add_note("updates(): BSP reduces gradients here, so `loss` is a list of gradients, one per parameter")
+            error.add_note("updates(): BSP reduces gradients here, so it gets a list of gradients, one per parameter")
             raise
         finally:
             self.weight = own_weight

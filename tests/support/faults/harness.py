@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paths import ROOT, SUPPORT
-from system import LIMIT, list_session_members
+from system import LIMIT_SECONDS, list_session_members
 
 #: Maximal median of the seconds from a fault to its error; on a busy machine, single errors are late.
 MAX_ERROR_SECONDS = 2
@@ -38,7 +38,7 @@ _SCENARIOS = [sys.executable, str(_HERE / "scenarios.py")]
 
 def check_delay(seconds: float) -> None:
     """Check the seconds from a fault to its error, and store them for `check_delays`."""
-    assert seconds < LIMIT
+    assert seconds < LIMIT_SECONDS
     _delays.append(seconds)
 
 
@@ -107,7 +107,7 @@ class Program:
     def __exit__(self, *_: Any) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        self.process.wait(LIMIT)
+        self.process.wait(LIMIT_SECONDS)
         os.close(self._read)
         self.release()
         self.output.close()
@@ -125,7 +125,7 @@ class Program:
             os.close(self._release)  # each read then returns the end of file
             self._release = None
 
-    def read_event(self, limit: float = LIMIT) -> dict[str, Any] | None:
+    def read_event(self, limit: float = LIMIT_SECONDS) -> dict[str, Any] | None:
         """Return the next event, or None if all processes have ended; fail after `limit` seconds of silence."""
         deadline = time.monotonic() + limit
         while b"\n" not in self._text:
@@ -140,7 +140,7 @@ class Program:
         self.events.append(json.loads(line))
         return self.events[-1]
 
-    def wait_for_event(self, event: str, limit: float = LIMIT) -> dict[str, Any]:
+    def wait_for_event(self, event: str, limit: float = LIMIT_SECONDS) -> dict[str, Any]:
         """Return the next event of this name."""
         deadline = time.monotonic() + limit
         while True:
@@ -181,13 +181,15 @@ class Program:
     def wait_for_exit(self) -> int:
         """Wait until the master exits; return its exit code."""
         try:
-            return self.process.wait(LIMIT)
+            return self.process.wait(LIMIT_SECONDS)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"still there after {LIMIT} s; events {self.events}\n{self.read_output()}") from None
+            raise AssertionError(
+                f"still there after {LIMIT_SECONDS} s; events {self.events}\n{self.read_output()}"
+            ) from None
 
     def check_no_leaks(self) -> None:
         """Check that all processes have exited, which frees their memory."""
-        deadline = time.monotonic() + LIMIT
+        deadline = time.monotonic() + LIMIT_SECONDS
         try:
             while self.read_event(max(0.001, deadline - time.monotonic())) is not None:
                 pass
@@ -237,7 +239,7 @@ class Template:
     def copy(self, words: list[str], files: list[int]) -> ForkedProgram:
         """Start a copy with these arguments; `files` are its output and the pipes of its events and of its release."""
         socket.send_fds(self.channel, [json.dumps(words).encode()], files)
-        return ForkedProgram(self.channel, int(_receive_message(self.channel, LIMIT)))
+        return ForkedProgram(self.channel, int(_receive_message(self.channel, LIMIT_SECONDS)))
 
 
 class ForkedProgram:
@@ -248,7 +250,7 @@ class ForkedProgram:
         self.pid = pid
         self.returncode: int | None = None
 
-    def wait(self, timeout: float = LIMIT) -> int:
+    def wait(self, timeout: float = LIMIT_SECONDS) -> int:
         """Return the exit code; a signal's number is negative."""
         if self.returncode is None:
             self.returncode = int(_receive_message(self._channel, timeout))

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from library import shared, tensor
-from system import LIMIT
+from system import LIMIT_SECONDS
 
 import synkhronos as synk
 from faults import probes
@@ -64,7 +64,7 @@ def interrupt_blocked_ranks(where: str, fault_ranks: Any, how: str = "python", u
 def interrupt_close(where: str) -> None:
     """Block in the master while it waits for workers to end, or close with a busy worker."""
     signal.signal(signal.SIGINT, interrupt_the_library)
-    grace_seconds, ranks.process_group.GRACE_SECONDS = ranks.process_group.GRACE_SECONDS, 10 * LIMIT
+    grace_seconds, ranks.process_group.GRACE_SECONDS = ranks.process_group.GRACE_SECONDS, 10 * LIMIT_SECONDS
     before = fork_and_close_once()
     exit_code = worker_processes._collect_exit_code
     synk.fork(N, use_gpu=False)

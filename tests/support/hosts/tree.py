@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from system import LIMIT, list_marked_processes
+from system import LIMIT_SECONDS, list_marked_processes
 
 from hosts import HERE, are_simulated, make_command, simulated
 
@@ -81,7 +81,7 @@ class SimulatedHosts:
         """Remove the hosts and all their processes."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.program.pid, signal.SIGKILL)
-        self.program.wait(LIMIT)
+        self.program.wait(LIMIT_SECONDS)
         for pid in self.list_processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -102,7 +102,7 @@ class SimulatedHosts:
         self.send_order(name, **arguments)
         return self.expect_event("outcome")
 
-    def expect_event(self, event: str, limit: float = LIMIT) -> dict[str, Any]:
+    def expect_event(self, event: str, limit: float = LIMIT_SECONDS) -> dict[str, Any]:
         """Return the next event, and check its name."""
         deadline = time.monotonic() + limit
         while b"\n" not in self._text:
@@ -195,7 +195,7 @@ class SimulatedHosts:
 
         Names that begin with ``allowed_prefix`` are allowed, and removed.
         """
-        deadline = time.monotonic() + LIMIT
+        deadline = time.monotonic() + LIMIT_SECONDS
         while left := [*self._find_leaks(allowed_prefix)]:
             assert time.monotonic() < deadline, f"{left} are left\n{self.read_output()}"
             time.sleep(0.01)

@@ -51,8 +51,8 @@ class SgdMaskedRegression(MaskedRegression):
 
     rate = 0.1
 
-    def updates(self, loss, params, learning_rate):
-        return build_local_updates(sgd(loss, params, learning_rate=learning_rate, weight=self.weight))
+    def updates(self, loss_or_grads, params, learning_rate):
+        return build_local_updates(sgd(loss_or_grads, params, learning_rate=learning_rate, weight=self.weight))
 
 
 class UnweightedMaskedRegression(MaskedRegression):
@@ -98,8 +98,8 @@ class ShardedRegression(RankIndependentRegression):
 class AdamwRegression(RankIndependentRegression):
     """Regression with AdamW, whose state has several variables; its step count is not sharded."""
 
-    def updates(self, loss, params, learning_rate):
-        return adamw(loss, params, learning_rate=learning_rate)
+    def updates(self, loss_or_grads, params, learning_rate):
+        return adamw(loss_or_grads, params, learning_rate=learning_rate)
 
 
 class LasagneStyleRegression(RankIndependentRegression):
@@ -107,8 +107,8 @@ class LasagneStyleRegression(RankIndependentRegression):
 
     clip_norm, ema = 0.5, 0.9
 
-    def updates(self, loss, params, learning_rate):
-        return {p: p - learning_rate * g for p, g in zip(params, loss, strict=True)}
+    def updates(self, loss_or_grads, params, learning_rate):
+        return {p: p - learning_rate * g for p, g in zip(params, loss_or_grads, strict=True)}
 
 
 class OverflowingRegression(RankIndependentRegression):
@@ -127,8 +127,8 @@ class OverflowingRegression(RankIndependentRegression):
         x[0], y[0] = [1e18, 0, 0], -1e18
         return [x.astype("float32"), y.astype("float32")], [array.astype("float32") for array in valid]
 
-    def updates(self, loss, params, learning_rate):
-        return {p: p - learning_rate * g for p, g in zip(params, loss, strict=True)}
+    def updates(self, loss_or_grads, params, learning_rate):
+        return {p: p - learning_rate * g for p, g in zip(params, loss_or_grads, strict=True)}
 
     def cleanup(self):
         state = {entry.variable.name: entry.variable.get_value() for entry in self._apply_fn.maker.inputs}
