@@ -2,21 +2,24 @@
 
 import importlib
 import json
+import os
 import platform
 import shlex
+import subprocess
 import tomllib
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from paths import ROOT, SUPPORT
+from system import LIMIT_SECONDS
 
 from synkhronos.launcher import SettingsError, tmlauncher
 from synkhronos.launcher.configuration import theano_mpi_session
 from synkhronos.launcher.configuration.sources import read_session_file
 
-#: Session files, and the settings that bash would set.
-FILES = {
+#: Settings of session files by their text, in bash's syntax.
+SETTINGS_BY_TEXT = {
     "RULE=BSP\nMODELFILE='models.mlp'\nMODELCLASS=\"MLP\"\nDEVICES=cpu,cpu": {
         "rule": "BSP", "modelfile": "models.mlp", "modelclass": "MLP", "devices": "cpu,cpu",
     },
@@ -44,10 +47,10 @@ FILES = {
     "MODELFILE=a\\ b'c d'\"e \\\"f\\\"\"#g": {"modelfile": 'a bc de "f"#g'},
     "MODELFILE=a\\\nb": {"modelfile": "ab"},
     "MODELFILE='$HOME'": {"modelfile": "$HOME"},
-    "MODELFILE = 'models.mlp'": {"modelfile": "models.mlp"},
 }  # fmt: skip
 
-WRONG = {
+#: Messages for wrong session files by their text, as patterns.
+MESSAGES_BY_TEXT = {
     "RULE=BSP\nsource other.cfg": r"line 2: expected KEY=VALUE or KEY=\(VALUE ...\), with quotation marks around a value that has spaces, or a .toml file, got 'source other.cfg'",
     "RULE=BSP 3": r"line 1: expected KEY=VALUE .* got 'RULE=BSP 3'",
     "\nMODELFILE=$HOME/x": r"line 2: \$HOME/x: only values are read, nothing is expanded or run",
@@ -67,16 +70,48 @@ WRONG = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("text", FILES)
-def test_session_file_is_read_as_bash_reads_it(text, tmp_path):
-    (tmp_path / "session.cfg").write_text(text)
-    assert read_session_file(tmp_path / "session.cfg") == FILES[text]
+#: Prints name, attributes ("a" for an array), number of values and values of each variable that a file has set.
+BASH_SCRIPT = """
+source "$0"
+for name in "$@"; do
+    declare -n variable=$name
+    printf '%s\\0' "$name" "${variable@a}" "${#variable[@]}" "${variable[@]}"
+done
+"""
 
 
-@pytest.mark.parametrize("text", WRONG)
+def read_in_bash(path, names):
+    """Return the values of variables that bash has after it has run a file."""
+    words = ["bash", "-c", BASH_SCRIPT, str(path), *names]
+    done = subprocess.run(words, env={"PATH": os.defpath}, capture_output=True, text=True, timeout=LIMIT_SECONDS)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    printed, variables = iter(done.stdout.split("\0")[:-1]), {}
+    for name in printed:
+        attributes, n_values = next(printed), int(next(printed))
+        values = [next(printed) for _ in range(n_values)]
+        variables[name] = values if "a" in attributes else values[0]
+    return variables
+
+
+@pytest.mark.parametrize("text", SETTINGS_BY_TEXT)
+def test_session_file_sets_the_values_that_bash_sets(text, tmp_path):
+    path = tmp_path / "session.cfg"
+    path.write_text(text)
+    assignments = theano_mpi_session.parse_session(text)
+    assert assignments == read_in_bash(path, assignments)
+    assert read_session_file(path) == SETTINGS_BY_TEXT[text]
+
+
+def test_session_file_may_have_spaces_around_the_equals_sign(tmp_path):
+    # Bash refuses them: it would take the key for a command.
+    (tmp_path / "session.cfg").write_text("MODELFILE = 'models.mlp'")
+    assert read_session_file(tmp_path / "session.cfg") == {"modelfile": "models.mlp"}
+
+
+@pytest.mark.parametrize("text", MESSAGES_BY_TEXT)
 def test_wrong_session_file_names_the_line(text, tmp_path):
     (tmp_path / "session.cfg").write_text(text)
-    with pytest.raises(SettingsError, match=f"session.cfg: {WRONG[text]}"):
+    with pytest.raises(SettingsError, match=f"session.cfg: {MESSAGES_BY_TEXT[text]}"):
         read_session_file(tmp_path / "session.cfg")
 
 
@@ -128,35 +163,50 @@ def test_tmlauncher_accepts_theano_mpis_options(capsys):
         assert "usage: tmlauncher" in capsys.readouterr().err
 
 
-def test_session_file_precedes_options(tmp_path, monkeypatch, capsys):
-    started = []
-    monkeypatch.setattr(tmlauncher, "run_training", lambda settings, words: started.append((settings, words)) or 7)
+@pytest.fixture
+def started_runs(tmp_path, monkeypatch):
+    """Return the list of settings and commands of the runs that tmlauncher starts; their status is 7."""
+    runs = []
+    monkeypatch.setattr(tmlauncher, "run_training", lambda settings, words: runs.append((settings, words)) or 7)
     monkeypatch.chdir(SUPPORT)
+    monkeypatch.setenv("SYNKHRONOS_FOLDER", str(tmp_path / "run"))
+    return runs
+
+
+def test_session_file_precedes_options(started_runs, tmp_path, monkeypatch):
     session = tmp_path / "session.cfg"
     session.write_text("RULE=BSP\nBSP_SYNC_TYPE=avg\nMODELFILE=launch_models.mlp\nMODELCLASS=MLP\n")
     monkeypatch.setenv("DEVICES", "cpu,cpu,cpu")
-    monkeypatch.setenv("SYNKHRONOS_FOLDER", str(tmp_path / "run"))
     assert tmlauncher.main([f"-cfg={session}", "-r=EASGD", "-class=Other"]) == 7
-    settings, words = started.pop()
+    ((settings, words),) = started_runs
     assert (settings.rule, settings.modelclass, settings.devices) == ("BSP", "MLP", ("cpu",) * 3)
     assert settings.rule_options == {"average": "params"} and settings.folder == str(tmp_path / "run")
     assert words[1:3] == ["-m", "synkhronos.launcher.tmlauncher"]
+
+
+def test_wrong_options_are_named(started_runs, capsys):
     assert tmlauncher.main(["-file=launch_models.mlp", "-class=Nobody", "-r=BSP"]) == 2
     assert "tmlauncher: modelclass: " in capsys.readouterr().err
     assert tmlauncher.main(["-r=BSP", "-bsp_sync_type=max"]) == 2
     assert "expected one of avg, cdd, swap" in capsys.readouterr().err
+    assert not started_runs
+
+
+def test_usage_is_printed_for_help_and_without_options(started_runs, capsys):
     for arguments, status in ((["--help"], 0), ([], 2)):
         with pytest.raises(SystemExit, match=str(status)):
             tmlauncher.main(arguments)
         assert "usage: tmlauncher" in capsys.readouterr()[status > 0]
-    assert not started
+    assert not started_runs
 
+
+def test_fault_of_a_run_is_not_reported_as_a_wrong_setting(started_runs, monkeypatch):
     def fail(*_):
         raise ValueError("a fault of the run")
 
     monkeypatch.setattr(tmlauncher, "run_training", fail)
-    with pytest.raises(ValueError, match="a fault of the run"):  # not a wrong setting
-        tmlauncher.main([f"-cfg={session}"])
+    with pytest.raises(ValueError, match="a fault of the run"):
+        tmlauncher.main(["-file=launch_models.mlp", "-class=MLP", "-r=BSP"])
 
 
 def test_tmlauncher_console_script_runs_a_session(tmp_path, monkeypatch):
