@@ -66,7 +66,10 @@ _traced_methods: list[tuple[type, str, str, str | SpanNamer]] = []
 
 
 def register_traced_method(owner: type, method: str, category: str, name: str | SpanNamer) -> None:
-    """Register a method of a class, whose calls there and in subclasses that override it become spans."""
+    """Register a method of a class, whose calls there and in subclasses that override it become spans.
+
+    Wrappers pass all arguments on.  A `SpanNamer` gets the positional ones: change it with the method's signature.
+    """
     if method not in vars(owner):
         raise AttributeError(f"{owner.__qualname__} has no method {method!r} to trace")
     _traced_methods.append((owner, method, category, name))
