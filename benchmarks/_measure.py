@@ -297,18 +297,18 @@ def list_children() -> set[int]:
     pids = set()
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # the process has exited meanwhile
-            if int(_read_status(int(name))[1]) == os.getpid():
+            if int(_read_stat_fields(int(name))[1]) == os.getpid():
                 pids.add(int(name))
     return pids
 
 
 def read_cpu_seconds(pids: Iterable[int]) -> float:
     """Return the processor time that processes have used."""
-    ticks = sum(int(ticks) for pid in pids for ticks in _read_status(pid)[11:13])
+    ticks = sum(int(ticks) for pid in pids for ticks in _read_stat_fields(pid)[11:13])
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _read_status(pid: int) -> list[str]:
+def _read_stat_fields(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat after the name."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
