@@ -118,6 +118,9 @@ class NumpyOutputLinker(linker.StaticLengthLinker):
             for i, output in enumerate(self.fgraph.outputs)
         ]
 
+        if not dtypes:  # JAX's function returns None
+            return compiled
+
         def run(*values: Any) -> list[Any]:
             results = zip(compiled(*values), dtypes, strict=True)
             return [result if dtype is None else np.array(result, dtype) for result, dtype in results]

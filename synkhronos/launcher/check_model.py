@@ -40,6 +40,7 @@ from synkhronos.launcher.model_class.model_interface import (
     make_config,
     make_instance,
     parse_val_iter_result,
+    use_model_precision,
 )
 from synkhronos.launcher.model_class.model_recorder import ModelRecorder
 from synkhronos.launcher.model_class.model_variables import group_variables
@@ -142,9 +143,10 @@ class _ModelCheck:
         initial_hash = hash_values(FlatVariables(list(instance.params)))
         self.stage = "train_iter() runs"
         for i in range(min(_N_ITERATIONS, int(instance.data.n_batch_train))):
-            instance.train_iter(i, recorder)
-            if requires_gradient_exchange(instance):
-                instance.apply_gradients()
+            with use_model_precision():
+                instance.train_iter(i, recorder)
+                if requires_gradient_exchange(instance):
+                    instance.apply_gradients()
             recorder.count_iteration()
         recorder.write_line()
         totals = recorder.meter.totals
@@ -160,7 +162,9 @@ class _ModelCheck:
         self.stage = "val_iter() runs"
         batch = 0
         while batch < min(_N_ITERATIONS, int(instance.data.n_batch_val)):
-            batch, should_stop = parse_val_iter_result(instance.val_iter(0, recorder), batch, batch + 1)
+            with use_model_precision():
+                result = instance.val_iter(0, recorder)
+            batch, should_stop = parse_val_iter_result(result, batch, batch + 1)
             if should_stop:
                 break
         rows, sums = recorder.take_validation_sums()
@@ -226,14 +230,16 @@ class _ModelCheck:
         n_steps = min(_N_ITERATIONS, *(int(instance.data.n_batch_train) for instance in instances))
         for i in range(n_steps):
             for rank, instance in enumerate(instances):
-                instance.train_iter(i, recorder)
+                with use_model_precision():
+                    instance.train_iter(i, recorder)
                 step_hashes[rank].append(hash_step(sources[rank]))
             total = sources[0].get() + sources[1].get()
             for rank, target in enumerate(targets):
                 rows = (total if exchanged_quantity == "gradient" else total / 2).reshape(-1, target.size)
                 target.set(rows[rank % len(rows)])  # with a sharded optimizer, the rank's row
             if exchanged_quantity == "gradient":
-                self.apply_reduced_gradient(instances, sources, targets, total)
+                with use_model_precision():
+                    self.apply_reduced_gradient(instances, sources, targets, total)
         self.stage = "cleanup() runs with size 2"
         for instance in instances:
             instance.cleanup()

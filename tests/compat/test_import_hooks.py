@@ -294,6 +294,7 @@ def test_functions_return_numpy_arrays_in_jax_mode():
         assert type(result) is np.ndarray and result.dtype == expected.dtype
         np.testing.assert_array_equal(result, expected)
     assert dict.fromkeys(results[0], "seen") == {0: "seen", 1: "seen", 2: "seen"}
+    assert theano.function([], [], updates=[], mode="JAX")() == []
     results[-1][0] = 7  # nobody else's
     for borrow in (False, True):
         value = w.get_value(borrow=borrow)

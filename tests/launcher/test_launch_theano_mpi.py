@@ -292,6 +292,32 @@ print("-- status", check_class("launch_models/theano_mpi.py:Regression", {{"rule
     assert calls.count("train_iter") == 3  # as rank 0 of two: the last but one to be cleaned up
 
 
+PRECISE_MODEL = """
+import jax
+from launch_models.theano_mpi import Regression
+
+class PreciseRegression(Regression):
+    def train_iter(self, *arguments):
+        assert not jax.config.jax_enable_x64, "train_iter() in float64"
+        super().train_iter(*arguments)
+
+    def val_iter(self, *arguments):
+        assert not jax.config.jax_enable_x64, "val_iter() in float64"
+        return super().val_iter(*arguments)
+"""
+
+
+def test_check_computes_in_the_precision_of_the_model(tmp_path):
+    pytest.importorskip("jax")
+    (tmp_path / "precise.py").write_text(PRECISE_MODEL)
+    environment = {**ENVIRONMENT, "PYTENSOR_FLAGS": "mode=JAX,floatX=float32"}
+    command = [sys.executable, "-m", "synkhronos", "check", str(tmp_path / "precise.py:PreciseRegression")]
+    done = subprocess.run(command, cwd=SUPPORT, env=environment, capture_output=True, text=True)
+    assert done.stdout.endswith("PreciseRegression: no problem found, on one rank and on two\n"), (
+        done.stdout + done.stderr
+    )
+
+
 # -- the recorder --------------------------------------------------------------------------------------------
 
 
