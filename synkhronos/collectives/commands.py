@@ -14,7 +14,7 @@ import math
 import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -35,8 +35,6 @@ from synkhronos.graph_libraries.library import get_storage, has_other_references
 from synkhronos.ranks import ArrayLocation, Command, Rank, RowAccess
 from synkhronos.replication.random_streams import jump_to_rank
 from synkhronos.variable_types import Array, SharedVariable
-
-T = TypeVar("T")
 
 
 class _Transfer(NamedTuple):
