@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from typing import IO
 
 import numpy as np
 
@@ -84,14 +85,21 @@ def data_file(path: str | os.PathLike[str], minibatch: bool = False, name: str |
     return FileData(os.fspath(path), minibatch, os.path.basename(path) if name is None else name)
 
 
+def read_npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Read the header of an ``.npy`` file.  Return the array's shape, whether it is in Fortran order, and its dtype.
+
+    Version 3.0 differs from 2.0 only in names of fields, which arrays of numbers do not have.
+    """
+    formats = np.lib.format
+    is_first_version = formats.read_magic(file) == (1, 0)
+    return (formats.read_array_header_1_0 if is_first_version else formats.read_array_header_2_0)(file)
+
+
 def _read_header(path: str) -> tuple[tuple[int, ...], np.dtype, int]:
     """Return an array's shape, its dtype, and its offset in the file in bytes."""
     with open(path, "rb") as file:
         try:
-            version = np.lib.format.read_magic(file)
-            formats = np.lib.format
-            read_header = formats.read_array_header_1_0 if version == (1, 0) else formats.read_array_header_2_0
-            shape, is_fortran_order, dtype = read_header(file)
+            shape, is_fortran_order, dtype = read_npy_header(file)
         except ValueError as error:
             raise ValueError(f"{path}: expected an array as numpy.save writes it: {error}") from None
         offset, file_nbytes = file.tell(), os.fstat(file.fileno()).st_size

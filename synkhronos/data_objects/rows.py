@@ -21,10 +21,11 @@ BatchArgument = int | slice | Sequence[int] | npt.NDArray[Any] | None
 
 
 def select_rows(batch: BatchArgument, length: int, name: str = "batch") -> Selection:
-    """Return the rows that ``batch``, called ``name`` in errors, selects from ``length`` rows, in its order.
+    """Return the rows that ``batch`` selects from ``length`` rows, in the order of ``batch``.
 
     None selects all rows, an int n the first n rows.  Negative indexes count from the end.  A boolean mask has one
     entry for each row.  TypeError or ValueError is raised for another type or shape, IndexError for a missing row.
+    ``name`` is the argument's name in errors.
     """
     if batch is None:
         return range(length)
@@ -68,7 +69,10 @@ def check_slice_bounds(selection: slice, name: str) -> None:
 
 
 def select_rows_unbounded(batch: BatchArgument) -> Selection:
-    """Return the rows that ``batch`` selects, from the start, from an unknown number of rows."""
+    """Return the rows that ``batch`` selects if the number of rows is unknown.
+
+    Raise ValueError or IndexError for bounds or indexes that count from the end.
+    """
     name = "batch"
     if isinstance(batch, slice):
         check_slice_bounds(batch, name)
@@ -77,7 +81,9 @@ def select_rows_unbounded(batch: BatchArgument) -> Selection:
             raise ValueError(f"{name}: with minibatch inputs alone a slice needs bounds from the start, got {batch!r}")
         return select_rows(batch, bound + 1, name)
     if isinstance(batch, int | np.integer) and not isinstance(batch, bool):
-        return select_rows(batch, max(0, int(batch)), name)
+        if batch < 0:
+            raise IndexError(f"{name}={batch}: expected a number of rows, at least 0")
+        return range(int(batch))
     if not isinstance(batch, range | bool | np.bool_):
         index = as_index_array(batch, name)
         if index.dtype == bool:

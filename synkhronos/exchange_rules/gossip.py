@@ -14,6 +14,10 @@ from synkhronos.programs import RankContext
 from synkhronos.programs.rank_context import get_rank_lock
 from synkhronos.variable_types import Array
 
+#: Weight below which a rank waits for a message before it sends again.  Halved at each send, its weight would otherwise
+#: be rounded to 0, and the mean of two vectors of weight 0 is undefined.
+_MIN_WEIGHT = 2.0**-500
+
 
 class GoSGD(ExchangeRule):
     """Gossip SGD: at random, a rank sends its parameters to another rank, which computes a weighted mean.
@@ -24,7 +28,8 @@ class GoSGD(ExchangeRule):
 
     Each rank has one mailbox in shared memory.  A sender merges its message into it by the same formula, under a lock,
     so a mailbox never overflows.  Invariants: the weights of ranks and mailboxes add up to 1, and no exchange changes
-    the weighted mean of their vectors.
+    the weighted mean of their vectors.  A rank that has sent hundreds of messages, and received
+    none, sends again after it has received one.
 
     Parameters
     ----------
@@ -60,7 +65,7 @@ class GoSGD(ExchangeRule):
         """Receive, then send at random.  Return the number of the rank that receives the message, or None."""
         self._receive(context, state)
         random = np.random.default_rng((self.seed, context.number, state.step))
-        if context.size == 1 or random.random() >= self.probability:
+        if context.size == 1 or random.random() >= self.probability or state.own["weight"] < _MIN_WEIGHT:
             return None
         dest = int(random.integers(context.size - 1))
         dest += dest >= context.number

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from synkhronos.casts import cast, check_dense
 from synkhronos.checks import check_at_least, check_choice, import_package, suggest_keywords
 from synkhronos.data_objects import Data
+from synkhronos.data_objects.file import read_npy_header
 
 #: Maximal number of open files of one array, in each process.
 _MAX_OPEN_FILES = 64
@@ -156,6 +157,8 @@ def npz(paths: Paths, name: str) -> FileArray:
         If a file has no array of this name.
     ValueError
         If a file is not an ``.npz`` file, or is compressed: single rows of it can't be read.
+    TypeError
+        If the array does not consist of numbers.
     """
     return FileArray(_as_paths(paths), partial(_open_npz, name=name), name)
 
@@ -212,12 +215,7 @@ def _open_npz(path: str, name: str) -> np.ndarray:
                     "arrays"
                 )
             with archive.open(member) as file:
-                version = np.lib.format.read_magic(file)
-                header_readers = {
-                    (1, 0): np.lib.format.read_array_header_1_0,
-                    (2, 0): np.lib.format.read_array_header_2_0,
-                }
-                shape, is_fortran, dtype = header_readers[version](file)
+                shape, is_fortran, dtype = read_npy_header(file)
                 header = file.tell()
     except zipfile.BadZipFile as error:
         raise ValueError(f"{path}: expected a .npz file: {error}") from None
@@ -451,8 +449,7 @@ def _as_array(array: Any, name: str) -> Any:
     """Convert a user's array to an ndarray, or to a `FileArray` if it is in a file.  ``name`` is that in errors."""
     if isinstance(array, FileArray):
         return array
-    base: Any = getattr(array, "base", None)
-    if isinstance(array, np.memmap) and isinstance(base, mmap.mmap) and array.filename is not None:
+    if _has_values_of_file(array):
         order: Any = "C" if array.flags.c_contiguous else "F"
         layout = {"dtype": array.dtype, "offset": array.offset, "shape": array.shape, "order": order}
         # Not pickled: each process maps the file.
@@ -464,6 +461,16 @@ def _as_array(array: Any, name: str) -> Any:
     if not rows.ndim:
         raise ValueError(f"{name}: expected an array with rows, got one of 0 dimensions")
     return rows
+
+
+def _has_values_of_file(array: Any) -> bool:
+    """Whether an array maps a named file, and its values are always the file's.
+
+    A view of a memmap may have another layout.  A change of a copy-on-write memmap is not in the file.
+    """
+    base: Any = getattr(array, "base", None)
+    is_whole_map = isinstance(array, np.memmap) and isinstance(base, mmap.mmap)
+    return is_whole_map and array.filename is not None and array.mode != "c"
 
 
 class IterableSource:

@@ -16,6 +16,14 @@ from synkhronos.checks import check_at_least, check_number, check_positive, is_n
 Schedule = Callable[[float], float]
 
 
+def _check_range(value: object, name: str, maximum: float) -> float:
+    """Return a number from 0 to a maximum.  Raise TypeError or ValueError for any other value."""
+    checked = check_number(value, name)
+    if not 0 <= checked <= maximum:
+        raise ValueError(f"{name}: expected a number from 0 to {maximum:g}, got {value!r}")
+    return checked
+
+
 def get_state(schedule: Schedule) -> dict[str, Any]:
     """Return the state of `plateau`, also within other schedules, for a checkpoint; empty for other schedules."""
     base = _find_plateau(schedule)
@@ -125,7 +133,7 @@ class cosine:  # noqa: N801
 
     def __post_init__(self) -> None:
         self.rate, self.epochs = check_positive(self.rate, "rate"), check_positive(self.epochs, "epochs")
-        self.min_rate = check_number(self.min_rate, "min_rate")
+        self.min_rate = _check_range(self.min_rate, "min_rate", self.rate)
 
     def __call__(self, epoch: float) -> float:
         """Return the learning rate."""
@@ -164,7 +172,7 @@ class warmup(_ScheduleWrapper):  # noqa: N801 - as above
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.epochs, self.start = check_positive(self.epochs, "epochs"), check_number(self.start, "start")
+        self.epochs, self.start = check_positive(self.epochs, "epochs"), _check_range(self.start, "start", 1)
 
     def __call__(self, epoch: float) -> float:
         """Return the learning rate."""
@@ -203,11 +211,11 @@ class plateau:  # noqa: N801
     rate : float
         The initial rate.
     factor : float
-        Multiplies the rate.
+        Multiplies the rate; below 1.
     patience : int
         Number of reports without an improvement before the rate falls.
     min_rate : float
-        Lower bound of the rate.
+        Lower bound of the rate, at most ``rate``.
 
     Examples
     --------
@@ -228,8 +236,10 @@ class plateau:  # noqa: N801
 
     def __post_init__(self) -> None:
         self.rate, self.factor = check_positive(self.rate, "rate"), check_positive(self.factor, "factor")
+        if self.factor >= 1:
+            raise ValueError(f"factor: expected a number below 1, got {self.factor!r}")
         self.patience = check_at_least(self.patience, "patience", 1)
-        self.min_rate = check_number(self.min_rate, "min_rate")
+        self.min_rate = _check_range(self.min_rate, "min_rate", self.rate)
         self.initial_rate = self.rate
 
     @property

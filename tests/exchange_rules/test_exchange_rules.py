@@ -319,6 +319,18 @@ def test_gosgd_keeps_weights_and_weighted_mean(n_ranks, on_device):
     assert sum(weight for _, _, weight in results) == pytest.approx(1, abs=1e-14)
 
 
+def test_gosgd_keeps_weights_above_zero(n_ranks):
+    if n_ranks == 1:
+        pytest.skip("needs two ranks")
+    vectors = np.random.default_rng(6).normal(size=(n_ranks, D))
+    rule = exchange_rules.GoSGD(1.0)
+    memory = exchange_rules.allocate_shared_arrays(rule, n_ranks, D, np.dtype("float64"))
+    results = synk.run(programs.gossip_without_reception, rule, make_variables(), memory, vectors, 1200)
+    np.testing.assert_allclose(results[0][0], vectors.mean(0), **CLOSE)
+    assert all(weight > 0 for _, weight in results)
+    assert sum(weight for _, weight in results) == pytest.approx(1, abs=1e-14)
+
+
 @pytest.mark.parametrize("on_device", ON_DEVICE)
 def test_gosgd_loses_nothing_in_training(n_ranks, on_device):
     trace, report, states, _ = train(exchange_rules.GoSGD(0.5, seed=3), on_device=on_device)

@@ -89,7 +89,7 @@ def test_minibatches_without_batch_are_used_whole(difference, two_ranks_per_test
 def test_minibatches_refuse_rows_that_they_lack(difference, two_ranks_per_test):
     f = difference()
     x, y = synk.data(X, minibatch=True), synk.data(Y, minibatch=True)
-    for batch in ([-1], [3, -2], slice(-3, None), slice(2, None)):
+    for batch in (-1, [-1], [3, -2], slice(-3, None), slice(2, None)):
         with raises((ValueError, IndexError), "batch"):
             f(x, y, 0, batch=batch)
     for batch in ([1, 2, 1, 2], slice(2, 6)):

@@ -368,6 +368,14 @@ def test_command_line_precedes_environment_and_file(tmp_path, monkeypatch):
         resolve_settings([file, {"modelfile": "launch_models.mlp"}])
 
 
+def test_set_options_of_nested_tables_are_merged():
+    file = {**MODEL, "config": {"optimizer": {"lr": 1.0, "momentum": 0.9}, "depth": 3}}
+    merged = merge_tables([file, parse_set_option("config.optimizer.lr=0.1"), parse_set_option("config.a.b = c")])
+    assert merged["config"] == {"optimizer": {"lr": 0.1, "momentum": 0.9}, "depth": 3, "a": {"b": "c"}}
+    with raises(SettingsError, "--set"):
+        parse_set_option("config..lr=0.1")
+
+
 def test_command_line_order_does_not_matter():
     for words in (
         ["--set=ranks=2", "--devices=cpu"],

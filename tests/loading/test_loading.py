@@ -457,6 +457,13 @@ def test_loader_does_not_copy_a_memmap(tmp_path, load):
     assert first[7, :4].tolist() == [1, 2, 3, 0]
 
 
+def test_loader_copies_changes_of_a_copy_on_write_memmap(tmp_path, load):
+    np.save(tmp_path / "x.npy", np.full(4, 255.0))
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="c")
+    mapped /= 255
+    assert [rows.tolist() for (rows,) in load([mapped], shuffle=False).arrays(0, 4)] == [[1, 1, 1, 1]]
+
+
 def test_loader_copies_an_unnamed_memmap(load):
     with tempfile.TemporaryFile() as file:
         mapped = np.memmap(file, "i4", "w+", shape=(4,))

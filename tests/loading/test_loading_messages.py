@@ -33,6 +33,13 @@ def data_files(tmp_path, monkeypatch):
     return tmp_path
 
 
+def write_npz_file_of_records():
+    """Write records whose field's name NumPy can write in a header of version 3.0 only."""
+    with pytest.warns(UserWarning, match="format 3.0"):
+        np.savez("records.npz", x=np.zeros(2, [("\N{GREEK SMALL LETTER ALPHA}", "f4")]))
+    return "records.npz"
+
+
 def write_hdf5_file():
     h5py = pytest.importorskip("h5py", reason="the extra `hdf5` is not installed")
     with h5py.File("d.h5", "w") as file:
@@ -179,6 +186,7 @@ CALLS = {
     "npy: a number": (TypeError, "paths", lambda: loading.npy(3)),
     "npz: another file": (ValueError, "notes.txt", lambda: loading.npz("notes.txt", "x")),
     "npz: compressed": (ValueError, "compressed.npz", lambda: loading.npz("compressed.npz", "x")),
+    "npz: records": (TypeError, "records.npz", lambda: loading.npz(write_npz_file_of_records(), "x")),
     "npz: another name": (KeyError, "", lambda: loading.npz("xy.npz", "z")),
     "hdf5: nothing there": (
         FileNotFoundError,

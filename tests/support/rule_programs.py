@@ -114,6 +114,26 @@ def send_gossip(context, rule, w, shared, vectors, sends, on_device=False):
     return records, np.asarray(rule.compute_consensus(context, state)), state.own["weight"]
 
 
+def gossip_without_reception(context, rule, w, shared, vectors, n_sends):
+    """Let rank 0 send while the others neither receive nor send, then all receive, and rank 0 sends once more.
+
+    Returns the report, and the final weight.
+    """
+    state = ExchangeState(w, [], shared)
+    rule.setup(context, state)
+    state.vector = vectors[context.number]
+    for state.step in range(n_sends):
+        if context.number == 0:
+            rule.exchange(context, state)
+    context.barrier("sent")
+    if context.number:
+        rule._receive(context, state)
+    context.barrier("received")
+    if context.number == 0:
+        rule.exchange(context, state)
+    return np.asarray(rule.compute_consensus(context, state)), state.own["weight"]
+
+
 def exchange_in_turn(context, rule, w, shared, vectors, centre):
     """Let each rank in turn make one elastic exchange; return its vector and the centre."""
     state = ExchangeState(w, [], shared)

@@ -4,6 +4,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
+from messages import raises
 
 from synkhronos.training import schedules
 from synkhronos.training.schedules import get_state, reset_best, set_state
@@ -75,3 +76,14 @@ def test_schedules_refuse_wrong_numbers():
     ):
         with pytest.raises(ValueError, match="expected a positive number"):
             wrong()
+
+
+def test_schedules_refuse_bounds_that_raise_the_rate():
+    with raises(ValueError, "min_rate"):
+        schedules.plateau(0.001, min_rate=0.01)
+    with raises(ValueError, "min_rate"):
+        schedules.cosine(0.1, 5, min_rate=-0.1)
+    with raises(ValueError, "factor"):
+        schedules.plateau(0.1, factor=10.0)
+    with raises(ValueError, "start"):
+        schedules.warmup(0.1, 5, start=2)

@@ -175,6 +175,6 @@ def merge_tables(tables: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     for table in tables:
         for key, value in table.items():
             if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
-                value = {**merged[key], **value}
+                value = merge_tables([merged[key], value])
             merged[key] = value
     return merged

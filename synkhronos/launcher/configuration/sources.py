@@ -56,21 +56,24 @@ def parse_set_options(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def parse_set_option(text: str) -> dict[str, Any]:
-    """Parse ``key=value``, or ``key.name=value`` for one entry of a table.
+    """Parse ``key=value``, or ``key.name=value`` for one entry of a table.  As in TOML, tables can be nested.
 
     Examples
     --------
     >>> parse_set_option("rule_options.period=4")
     {'rule_options': {'period': 4}}
+    >>> parse_set_option("config.optimizer.lr=0.1")
+    {'config': {'optimizer': {'lr': 0.1}}}
     """
     key, equals, value = text.partition("=")
-    if not equals:
+    names = [name.strip() for name in key.split(".")]
+    if not equals or not all(names):
         raise SettingsError(f"--set: expected KEY=VALUE, got {text!r}")
-    key, _, rest = key.strip().partition(".")
-    check_setting_names({key: None}, "--set")
-    if rest:
-        return {key: {rest: _parse_value(value)}}
-    return {key: _parse_value(value)}
+    check_setting_names({names[0]: None}, "--set")
+    parsed = _parse_value(value)
+    for name in reversed(names):
+        parsed = {name: parsed}
+    return parsed
 
 
 def _parse_value(text: str) -> Any:
