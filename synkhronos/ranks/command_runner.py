@@ -44,6 +44,7 @@ from synkhronos.ranks.errors import (
     describe_effect,
     make_worker_error,
 )
+from synkhronos.ranks.interrupts import find_handler_exception
 from synkhronos.ranks.mailbox import Mailbox
 from synkhronos.ranks.memory_table import MemoryTable
 from synkhronos.ranks.peer_watch import PeerDied, PeerWatch
@@ -254,7 +255,7 @@ class CommandRunner(ABC):
             watch.command_thread = 0
             if rank.command_number == command_number:  # else it was not posted
                 rank.barriers.fail_command()
-            return None, error
+            return None, find_handler_exception(error)
         return result, None
 
     def _read_reports(self, command_number: int) -> list[ExceptionReport]:

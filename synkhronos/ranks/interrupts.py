@@ -148,6 +148,18 @@ def set_handler(signal_number: int, handler: SignalHandler) -> None:
     block._handlers[signal_number] = handler
 
 
+def find_handler_exception(error: BaseException) -> BaseException:
+    """Return the exception of a signal's handler that has caused a SystemError, or else the error itself.
+
+    Numba's compiled code calls Python functions, and ignores their exceptions.  After it has returned, Python raises
+    SystemError from such an exception.
+    """
+    cause = error
+    while isinstance(cause, SystemError) and cause.__cause__ is not None:
+        cause = cause.__cause__
+    return cause
+
+
 def restore_handler(signal_number: int, handler: SignalHandler, previous: SignalHandler) -> None:
     """Restore a signal's previous handler if ``handler`` is still installed."""
     if get_handler(signal_number) == handler:

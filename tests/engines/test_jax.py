@@ -205,12 +205,13 @@ def test_interrupt_in_a_launch_keeps_values(two_ranks_per_test):
     assert values == sorted(values) and values[0] == 0 and f()[0] == count
 
 
-def test_interrupt_of_the_first_launch_keeps_values(fork, monkeypatch):
+def test_interrupt_of_a_launch_for_which_jax_compiles_keeps_values(fork, monkeypatch):
     from jax._src.interpreters import pxla
 
     fork(1)
-    w = shared(np.ones(3), "w")
+    n, w = T.lscalar("n"), shared(np.ones(3), "w")
     f = synk.function([], updates=[(w, w + 1)])
+    f_of_length = synk.function([], bcast_inputs=[n], updates=[(w, T.concatenate([1 + w[:n], w[n:] + 1]))])
     synk.distribute()
     execute = pxla.ExecuteReplicated.__call__
 
@@ -220,13 +221,23 @@ def test_interrupt_of_the_first_launch_keeps_values(fork, monkeypatch):
             signal.raise_signal(signal.SIGINT)
         return results
 
-    for shape in ((3,), (4,)):
-        w.set_value(np.ones(shape))
+    def scatter(rows):
+        synk.scatter(w, rows)
+
+    for call, lengths, set_rows, size in [
+        (f, [], w.set_value, 3),
+        (f, [], w.set_value, 4),
+        (f, [], scatter, 5),
+        (f_of_length, [2], scatter, 5),
+        (f_of_length, [3], scatter, 5),
+    ]:
+        set_rows(np.ones(size))
         monkeypatch.setattr(pxla.ExecuteReplicated, "__call__", execute_and_interrupt)
         with pytest.raises(KeyboardInterrupt):
-            f()
+            call(*lengths)
         monkeypatch.undo()
-        np.testing.assert_array_equal(w.get_value(), np.full(shape, 2.0))
+        np.testing.assert_array_equal(w.get_value(), np.full(size, 2.0))
+        call(*lengths)
 
 
 @pytest.mark.usefixtures("alarm_handler")

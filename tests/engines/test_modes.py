@@ -4,6 +4,7 @@ Other tests use Python's linker, without rewrites or with those of FAST_COMPILE;
 """
 
 import multiprocessing
+import signal
 
 import numpy as np
 import pytest
@@ -226,6 +227,28 @@ def test_numba_cache_is_filled_by_one_rank(monkeypatch):
         assert shown == [[(0, 1), (1, 0), (0, 1)], [(1, 0), (0, 1), (1, 0)], [(1, 0), (1, 0), (1, 0)]]
     finally:
         synk.close()
+
+
+class InterruptingDict(dict):
+    def __getitem__(self, key):
+        signal.raise_signal(signal.SIGINT)
+        return super().__getitem__(key)
+
+
+@pytest.mark.skipif(NAME == "theano" or XLA, reason="about Numba")
+def test_interrupt_at_the_end_of_numba_code_is_raised(fork, monkeypatch):
+    from numba.core import serialize
+
+    fork(1)
+    x = T.dvector("x")
+    f = synk.function([x], (x + 1, "gather"), mode="NUMBA")
+    assert_close(f(Y), Y + 1)
+    # The compiled code reads it as it returns the array, in a Python function whose exceptions it ignores.
+    monkeypatch.setattr(serialize, "_unpickled_memo", InterruptingDict(serialize._unpickled_memo))
+    with pytest.raises(KeyboardInterrupt):
+        f(Y)
+    monkeypatch.undo()
+    assert_close(f(Y), Y + 1)
 
 
 #: Barrier of both ranks.

@@ -101,6 +101,19 @@ def make_model_with_step(update_rule):
     return SimpleNamespace(params=[w], train_fn=package.function([x], [], updates=list(updates.items())))
 
 
+class SlotsModel:
+    """Model with a function in a slot, which is not in its ``__dict__``."""
+
+    __slots__ = ("__dict__", "params", "train_fn")
+
+
+def test_functions_in_slots_are_found():
+    model = SlotsModel()
+    vars(model).update(vars(make_model_with_step(momentum)))
+    model.params, model.train_fn = vars(model).pop("params"), vars(model).pop("train_fn")
+    assert len(group_variables(model).optimizer_state) == 1
+
+
 def test_resumption_refuses_variables_of_another_update_rule():
     """A run does not know the update rule of a class: it compares the rules' variables."""
     rules_of = {rule.__name__: rule for rule in (sgd, momentum, nesterov_momentum, adagrad, rmsprop, adadelta)}

@@ -13,7 +13,7 @@ from rank_commands import CollectRecords, GatherMessages, GetIdentity, RecordRun
 from system import time_limit
 
 from synkhronos import ranks
-from synkhronos.ranks import Command
+from synkhronos.ranks import Command, command_barriers
 from synkhronos.ranks.agreement import MAX_BARRIERS, MAX_COMMANDS
 from synkhronos.ranks.command_runner import CommandRunner
 from synkhronos.ranks.control_memory import SLOT_NBYTES, ControlMemory
@@ -453,23 +453,29 @@ def test_too_many_commands_raise(session_of_three):
 
 
 class DieInBetween(Command):
-    """Command in which the worker marks the command as failed, and dies before it records the last common barrier."""
+    """Command in which rank 1 dies while it decides the failed command, with the lock; ``failing`` ranks fail, too."""
+
+    def __init__(self, failing):
+        self.failing = failing
 
     def run(self, rank):
         barrier_number = rank.barriers.next_number
-        if not rank.is_master:
-            rank.control.decision_lock.acquire = lambda seconds: os.kill(os.getpid(), signal.SIGKILL)
+        if rank.number == 1:
+            command_barriers.record_last_common_barrier = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
             raise KeyError
         try:
-            rank.barrier()
+            rank.barriers.wait_until(lambda: False)
         except Cancelled:
+            if rank.number in self.failing:
+                rank.barriers.fail_command()
             rank.barriers.wait_and_check_all_reached(barrier_number)
             raise
 
 
-def test_death_before_the_common_barrier_is_recorded(session_of_two):
-    with pytest.raises(ranks.WorkerError, match="rank 1 .* was killed by SIGKILL"):
-        session_of_two.run(DieInBetween())
+@pytest.mark.parametrize("failing", [(), (0,), (2,), (0, 2)])
+def test_death_before_the_common_barrier_is_recorded(session_of_three, failing):
+    with time_limit(), pytest.raises(ranks.WorkerError, match="rank 1 .* was killed by SIGKILL"):
+        session_of_three.run(DieInBetween(failing))
 
 
 def test_ranks_that_fail_together_record_one_common_barrier(monkeypatch):

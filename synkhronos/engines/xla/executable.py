@@ -104,8 +104,11 @@ class Executable(Runner):
         ]
         self._scalar_log = ScalarLog(self._logged_dtypes) if self._logged_positions or n_repeats > 1 else None
         self._is_launching = False
-        #: Whether JAX has compiled the next launch, as far as known, so that its Python code does not take part.
+        #: Whether JAX has compiled the next launch, so that its Python code does not take part.  Lengths may be new at
+        #: any launch.
         self._is_compiled = False
+        #: JAX's types of the storages' values at the last launch.
+        self._array_types: list[Any] = []
         self._make_program = self._get_program_factory(spec)
         self._program, self._communicator_number = self._make_program(), 0
 
@@ -183,9 +186,12 @@ class Executable(Runner):
 
     def __call__(self, *inputs: Any) -> list[Any]:
         """Launch the program.  Return its outputs, which may not be computed yet."""
-        for storage in self._storages:
-            if type(storage[0]) is np.ndarray:
-                storage[0], self._is_compiled = JAX.from_numpy(storage[0]), False
+        types = self._get_array_types()
+        if types != self._array_types:  # a value was set, perhaps of another shape
+            for storage in self._storages:
+                if type(storage[0]) is np.ndarray:
+                    storage[0] = JAX.from_numpy(storage[0])
+            self._is_compiled, self._array_types = False, self._get_array_types()
         for storage in self._donated_storages:
             if has_other_references(storage):
                 with defer_signals():  # as in ScalarLog.__init__
@@ -201,12 +207,16 @@ class Executable(Runner):
             # An interrupt in JAX's Python code could discard the new values after the old ones are deleted.
             with contextlib.nullcontext() if self._is_compiled else defer_signals():
                 self._launch(arguments)
-            self._is_compiled = True
+            self._is_compiled = not self._has_lengths
         finally:
             del arguments  # an error's traceback would keep the arrays alive
         results = self._pop_results()
         self._is_launching = False
         return results
+
+    def _get_array_types(self) -> list[Any]:
+        """Return the shape and dtype of each storage's value as an object, or None for one that is not JAX's."""
+        return [getattr(storage[0], "aval", None) for storage in self._storages]
 
     def wait(self, results: Sequence[Any]) -> None:
         logs = [] if self._scalar_log is None else self._scalar_log.storages

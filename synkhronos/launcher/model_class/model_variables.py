@@ -67,7 +67,11 @@ def track_generators(model: Any) -> None:
 
 def _iterate_functions(model: Any) -> Iterator[Any]:
     """Yield the compiled functions of a model, sorted by the names of its attributes."""
-    for _, value in sorted(vars(model).items()):
+    state: Any = object.__getstate__(model)  # with __slots__, a pair of dicts or None
+    attributes: dict[str, Any] = {}
+    for part in state if isinstance(state, tuple) else (state,):
+        attributes.update(part or {})
+    for _, value in sorted(attributes.items()):
         for candidate in value if isinstance(value, list | tuple) else [value]:
             if hasattr(getattr(candidate, "maker", None), "inputs"):
                 yield candidate
