@@ -157,7 +157,7 @@ class Device(ABC):
         """
         return self.read_segment(rank, location, rows)
 
-    def stage_indexes(self, rank: Rank, values: np.ndarray, buffers: Buffers) -> Array:
+    def stage_indexes(self, values: np.ndarray, buffers: Buffers) -> Array:
         """Return a vector of indexes as an input of the next launch, perhaps in one of the input's ``buffers``."""
         return self.as_array(values)
 

@@ -340,5 +340,5 @@ class RankCall:
             else:
                 device = computation.device if computation.device.accepts_input(np.dtype(np.int64), 1) else NUMPY
                 indexes = np.asarray(sliceable_rows, np.int64)
-                values.append(device.stage_indexes(rank, indexes, computation.buffers["rows"]))
+                values.append(device.stage_indexes(indexes, computation.buffers["rows"]))
         return values

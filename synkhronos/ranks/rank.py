@@ -246,6 +246,8 @@ class Rank:
 
         If all values are equal, the ranks send only a digest of it.
         """
+        if self.size == 1:
+            return [value]
         payload, digest = self._pickle_cached(value)
         if self.compare_digests(digest):  # nearly always
             return [value] * self.size

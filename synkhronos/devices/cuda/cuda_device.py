@@ -168,9 +168,9 @@ class CudaDevice(Device):
             return super().stage_input(rank, location, rows, buffers, must_copy)
         return self.staging.stage_input(rank, location, rows, buffers)
 
-    def stage_indexes(self, rank: Rank, values: np.ndarray, buffers: Buffers) -> Array:
-        """Start a copy of a vector of indexes to a reused buffer, and return the buffer's array."""
-        return self.staging.stage_indexes(rank, values, buffers) if self.is_on_gpu else values
+    def stage_indexes(self, values: np.ndarray, buffers: Buffers) -> Array:
+        """Enqueue a copy of a vector of indexes to a reused buffer, and return the buffer's array."""
+        return self.staging.stage_indexes(values, buffers) if self.is_on_gpu else values
 
     def order_launch_after_copies(self) -> None:
         """Make the next launch wait for the copies of its inputs."""

@@ -12,6 +12,9 @@ Input buffers on the GPU are reused::
                                         `--------- event ---------'
 
 The second buffer is allocated only if a launch still reads the first one when the next rows are copied.
+
+Indexes of rows that are on the GPU have few bytes.  They are copied on the compute stream, between two launches, into a
+single buffer.  The host does not wait for this copy, as its source is page-locked memory that belongs to this module.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -32,6 +35,8 @@ from synkhronos.ranks import ArrayLocation, Rank, Segment
 from synkhronos.variable_types import Array
 
 _log = logging.getLogger("synkhronos")
+
+T = TypeVar("T")
 
 #: Maximal number of shapes for which an input has buffers: two for the slices of a call, and two for the last,
 #: smaller batch of an epoch.
@@ -44,6 +49,8 @@ _THREADS_PER_BLOCK = 512
 _LOADS_PER_THREAD = 4
 #: Maximal number of bytes of arrays that are fetched through page-locked memory.
 MAX_FETCH_NBYTES = 1 << 20
+#: Minimal number of bytes of a block of page-locked memory for small arrays.
+_MIN_PINNED_NBYTES = 1 << 20
 #: CUDA_SUCCESS, as an integer.
 _SUCCESS = 0
 
@@ -172,6 +179,7 @@ class Staging:
         #: Last command in which a function was launched.
         self._last_command_number = 0
         self._index_memory, self._fetch_memory = _PinnedMemory(self), _PinnedMemory(self)
+        self._index_ring = _PinnedRing(self)
         self.host_valid_flag = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.int32)
         self.pin_pages(self.host_valid_flag.ctypes.data, self.host_valid_flag.nbytes)
         #: Last selection whose row numbers were copied to page-locked memory, and their address there.
@@ -202,23 +210,25 @@ class Staging:
         """Start a copy of rows (None: all) to a reused buffer.  Return the buffer's array."""
         self._rank = rank
         shape = location.shape if rows is None else (len(rows), *location.shape[1:])
-        buffer = self._get_double_buffer(buffers, shape, location.dtype).acquire()
+        buffer = self._get_or_allocate(buffers, shape, location.dtype, self._allocate_double_buffer).acquire()
         self._copy_rows(rank, location, rows, buffer.address)
         self._filled_buffers.append(buffer)
         return buffer.array
 
-    def stage_indexes(self, rank: Rank, values: np.ndarray, buffers: Buffers) -> Array:
-        """Start a copy of a vector of indexes to a reused buffer.  Return the buffer's array."""
-        self._rank = rank
+    def stage_indexes(self, values: np.ndarray, buffers: Buffers) -> Array:
+        """Enqueue a copy of a vector of indexes to a reused buffer, before the next launch.  Return its array."""
         self.set_current_gpu()
-        self._mark_pending(rank)
-        buffer = self._get_double_buffer(buffers, values.shape, values.dtype.str).acquire()
+        buffer = self._get_or_allocate(buffers, values.shape, values.dtype.str, self._allocate_buffer)
         if values.size:
-            source = self._index_memory.store(values)
+            stream = self.array_device.stream
+            source = self._index_ring.store(values)
             unwrap_cuda_result(
-                self.driver.cuMemcpyAsync(buffer.address, source, values.nbytes, self.copy_stream_handle)
+                self.driver.cuMemcpyAsync(
+                    buffer.address, source, values.nbytes, self.copy_stream_handle if stream is None else stream
+                )
             )
-        self._filled_buffers.append(buffer)
+            if stream is None:  # each launch is waited for, so none reads the buffer
+                self.copy_stream.sync()
         return buffer.array
 
     def read_segment(self, rank: Rank, location: ArrayLocation, rows: Selection | None) -> Array:
@@ -276,6 +286,10 @@ class Staging:
 
     # -- order of copies and launches ------------------------------------------------------------------------
 
+    def record_event(self) -> Any:
+        """Return an event on the compute stream, or None if the stream is unknown, as each launch is waited for."""
+        return None if self._compute_stream is None else self._compute_stream.record()
+
     def order_after(self, stream: int | None, earlier_stream: int | None) -> None:
         """Make a stream wait for the work enqueued so far on another stream."""
         unwrap_cuda_result(self.driver.cuEventRecord(self.event, earlier_stream))
@@ -295,8 +309,8 @@ class Staging:
         Copies have to complete before the end of the command, when the user may write into the memory that they read.
         From the second launch of a command on, this method waits for them.
         """
-        if self._filled_buffers and self._compute_stream is not None:
-            event = self._compute_stream.record()
+        if self._filled_buffers:
+            event = self.record_event()
             for buffer in self._filled_buffers:
                 buffer.last_read = event
         self._filled_buffers.clear()
@@ -320,20 +334,24 @@ class Staging:
 
     # -- buffers ---------------------------------------------------------------------------------------------
 
-    def _get_double_buffer(self, buffers: Buffers, shape: tuple[int, ...], dtype: str) -> _DoubleBuffer:
-        """Return the buffers of an input for a shape, newly allocated if there are none."""
-        double_buffer: _DoubleBuffer | None = buffers.get((shape, dtype))
-        if double_buffer is None:
+    def _get_or_allocate(
+        self, buffers: Buffers, shape: tuple[int, ...], dtype: str, allocate: Callable[[tuple[int, ...], str], T]
+    ) -> T:
+        """Return the buffer, or buffers, of an input for a shape, newly allocated if there are none."""
+        buffer: T | None = buffers.get((shape, dtype))
+        if buffer is None:
             while len(buffers) >= _MAX_SHAPES:
                 # The library reuses the memory after the launches that read it.
                 del buffers[next(iter(buffers))]
+            buffer = buffers[shape, dtype] = allocate(shape, dtype)
+        return buffer
 
-            def allocate() -> _InputBuffer:
-                array = self._allocate(shape, dtype)
-                return _InputBuffer(array, self.array_device.get_address(array))
+    def _allocate_double_buffer(self, shape: tuple[int, ...], dtype: str) -> _DoubleBuffer:
+        return _DoubleBuffer(lambda: self._allocate_buffer(shape, dtype))
 
-            double_buffer = buffers[shape, dtype] = _DoubleBuffer(allocate)
-        return double_buffer
+    def _allocate_buffer(self, shape: tuple[int, ...], dtype: str) -> _InputBuffer:
+        array = self._allocate(shape, dtype)
+        return _InputBuffer(array, self.array_device.get_address(array))
 
     def _allocate(self, shape: tuple[int, ...], dtype: str) -> Array:
         """Allocate an array.  Copies into it wait for earlier launches, which may still read memory that it reuses."""
@@ -468,7 +486,7 @@ class _PinnedMemory:
                     self._staging.unpin_pages(self._outgrown[-1].ctypes.data)
                 del self._outgrown[-1]
         if self.used_nbytes + nbytes > self._memory.size:
-            size = -(-max(1 << 20, 2 * (self.used_nbytes + nbytes)) // mmap.PAGESIZE) * mmap.PAGESIZE
+            size = -(-max(_MIN_PINNED_NBYTES, 2 * (self.used_nbytes + nbytes)) // mmap.PAGESIZE) * mmap.PAGESIZE
             memory = np.frombuffer(mmap.mmap(-1, size), np.uint8)
             try:
                 self._staging.pin_pages(memory.ctypes.data, size)
@@ -482,3 +500,27 @@ class _PinnedMemory:
         start = self.used_nbytes
         self.used_nbytes += -(-nbytes // 64) * 64
         return start
+
+
+class _PinnedRing:
+    """Page-locked memory for small arrays that are copied on the compute stream.
+
+    It has two halves: one of them is filled, while the arrays in the other one are copied.
+    """
+
+    def __init__(self, staging: Staging):
+        self._staging = staging
+        self._halves = [_PinnedMemory(staging), _PinnedMemory(staging)]
+        #: For each half, an event after the copies of its arrays.
+        self._events: list[Any] = [None, None]
+        self._current = 0
+
+    def store(self, values: np.ndarray) -> int:
+        """Copy a vector into the memory, and return its address.  Its copy has to be enqueued before the next call."""
+        if self._halves[self._current].used_nbytes + values.nbytes > _MIN_PINNED_NBYTES:
+            self._events[self._current] = self._staging.record_event()
+            self._current = 1 - self._current
+            if (event := self._events[self._current]) is not None:
+                event.sync()
+            self._halves[self._current].used_nbytes = 0
+        return self._halves[self._current].store(values)
