@@ -18,7 +18,7 @@ from synkhronos import devices, ranks
 from synkhronos.data_objects.data_access import get_array_location
 from synkhronos.devices import JAX, PYGPU, cuda
 from synkhronos.devices.cuda.nccl import NcclGroupCommunicator
-from synkhronos.devices.cuda.staging import Staging, _PinnedMemory
+from synkhronos.devices.cuda.staging import Staging, _PinnedMemory, _PinnedRing
 from synkhronos.devices.jax.xla_communicator import BufferSpan, XlaCommunicator
 from synkhronos.engines.xla.fused_runner import NcclCollectiveHandler
 from synkhronos.patching import set_environment
@@ -753,6 +753,23 @@ def test_vectors_in_transfer_are_not_moved(staging):
     pinned.used_nbytes = 0  # all ranks have arrived
     pinned.store(vectors[0])
     assert len(staging.driver.locked) == 1
+
+
+def test_a_ring_overwrites_vectors_after_their_copies(staging):
+    recorded, waited_for = [], []
+
+    def record_event():
+        event = types.SimpleNamespace(sync=lambda: waited_for.append(event))
+        recorded.append(event)
+        return event
+
+    staging.record_event = record_event
+    ring, vector = _PinnedRing(staging), np.arange(1 << 15)  # a half has four of them
+    addresses = [ring.store(vector) for _ in range(8)]
+    assert len(set(addresses)) == 8 and not waited_for
+    assert ring.store(vector) == addresses[0] and waited_for == recorded[:1]
+    ring.store(np.arange(1 << 18))  # larger than a half
+    assert waited_for == recorded[:2]
 
 
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
