@@ -132,7 +132,7 @@ class AllReducePlan(NamedTuple):
     Each rank with a valid plan passes the digest to `Rank.compare_digests`.  ``device_communicator`` is the
     communicator of the rank's device, even if the variables are transferred through host memory.
 
-    By the ``speculative_communicator``, if not None, ranks start the all-reduce before they compare digests.  The
+    If ``speculative_communicator`` is not None, ranks start the all-reduce with it before they compare digests.  The
     results are written into ``targets`` (an array or None for each variable), so the variables are unchanged if some
     rank does not start.
 

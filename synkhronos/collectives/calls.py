@@ -470,7 +470,10 @@ def _get_values(
     arguments: tuple[Any, ...],
     select: Callable[[Any], Any],
 ) -> Any:
-    """Return the values of variables: of arrays by a command, of generators by ``select`` from the states by rank."""
+    """Return the values of variables.
+
+    A command reads arrays.  For generators, ``select`` picks from the states of all ranks.
+    """
     command = _get_cached_command(session, shared_vars, command_class, arguments)
     if command is not None:
         return session.run(command)[0]

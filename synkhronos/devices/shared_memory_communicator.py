@@ -52,7 +52,7 @@ class SharedMemoryCommunicator(Communicator):
 
     @property
     def max_small_nbytes(self) -> int:
-        """Maximal number of bytes of small arrays, of which each rank reduces all contributions."""
+        """Maximal total size in bytes of arrays that every rank reduces completely, after one barrier."""
         return _MAX_SMALL_NBYTES // self._rank.size
 
     def map_small_arrays(self, layouts: Sequence[ArrayLayout]) -> list[list[np.ndarray]]:

@@ -20,10 +20,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from synkhronos.devices import NUMPY, Device
+from synkhronos.devices.communicator import Communicator
 from synkhronos.engines.outputs import RankOutputs
 from synkhronos.graph_libraries import GraphLibrary
 from synkhronos.ranks import Command, Rank, Session
-from synkhronos.variable_types import CompiledFunction, Mode
+from synkhronos.variable_types import CompiledFunction, Mode, SharedVariable
 
 
 class Runner:
@@ -95,13 +96,13 @@ class GradientExchange(Protocol):
     def op(self) -> str:
         """Name of the reduction."""
 
-    def get_reduced_variable(self, rank: Rank) -> Any:
+    def get_reduced_variable(self, rank: Rank) -> SharedVariable:
         """Return this rank's copy of the variable that holds the gradient."""
 
     def get_shards(self, rank: Rank) -> StepShards | None:
         """Return variables of a sharded optimizer, or None if every rank updates all parameters."""
 
-    def prepare_exchange(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
+    def prepare_exchange(self, rank: Rank) -> tuple[Communicator, tuple[int, ...]]:
         """Return the connected communicator and the shape, right before the launch.  Both are equal on all ranks."""
 
 

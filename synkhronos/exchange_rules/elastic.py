@@ -116,9 +116,10 @@ class EASGD(CentreRule):
 
     def resize_states(self, states: list[dict[str, Any]], n_ranks: int) -> list[dict[str, Any]]:
         """Keep the centre and the first ranks.  Additional ranks start at the centre, with zero optimizer variables."""
-        first = states[0]  # its "since" is the number of steps since the last exchange
+        first = states[0]
         centre = first["own"]["centre"] if "centre" in first["own"] else first["shared"]["centre"]
-        fresh = {**first, "params": centre.copy(), "optimizer": np.zeros_like(first["optimizer"]), "since": 0}
+        optimizer = np.zeros_like(first["optimizer"])
+        fresh = {**first, "params": centre.copy(), "optimizer": optimizer, "steps_since_exchange": 0}
         return [states[r] if r < len(states) else fresh for r in range(n_ranks)]
 
 

@@ -38,7 +38,7 @@ _SAMPLE_SIZE = 1 << 12
 
 @dataclass(frozen=True, eq=False)
 class ComputedRows:
-    """Rows that are computed from arrays and shared variables, and again when one of these has changed."""
+    """Rows that are computed from arrays and shared variables.  They are recomputed when one of these has changed."""
 
     #: The arrays and shared variables that the rows depend on.
     sources: list[Any]

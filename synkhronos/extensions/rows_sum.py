@@ -223,7 +223,7 @@ class DistributedSum:
         return self._compile("product", [*self._inputs, *directions], list(products))
 
     def _compile(self, quantity: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[Function, list[Any]]:
-        """Return a function, and its checks of parameters that depend on rows.
+        """Compile a function of the rows.  Return it, and the checks of parameters that depend on rows.
 
         A check fails for all rows if it fails for one, as in PyMC.  The additional input ``checks_hold`` tells for each
         of these checks whether it holds for all rows.  The end of the output counts the ranks or slices where each

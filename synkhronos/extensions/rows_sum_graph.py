@@ -70,7 +70,7 @@ def find_params(selected: Sequence[Apply], rows: Sequence[Any]) -> list[Any]:
 
 
 def sort_params(params: Sequence[SharedVariable], variable_order: Sequence[Variable]) -> list[Any]:
-    """Return the parameters in the order of the first of some variables that each is computed from."""
+    """Sort the parameters by their earliest ancestor in ``variable_order``; parameters without one are last."""
     position = {variable: i for i, variable in enumerate(variable_order)}
     return sorted(params, key=lambda param: min(position.get(v, len(position)) for v in ancestors([param])))
 

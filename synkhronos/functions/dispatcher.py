@@ -187,15 +187,14 @@ class Dispatcher:
         if self.distributed_session is not session:
             _distribute(session, [self])
 
-    def record_distribution_and_move_shareds(self, session: Session) -> None:
-        """Record that the workers have the computation, and move the master's shared variables to its device."""
+    def mark_distributed(self, session: Session) -> None:
+        """Record that the workers have the computation."""
         self.distributed_session, self._replicator = session, Replicator.get_or_create(session)
         self._last_n_master_values = 0
         session.replacement_callbacks[self] = Dispatcher._handle_worker_replacement
         self._compiled_variants = set()
         self.computation.reset_if_engine_changed()
         session.rank.add_object(self.computation_key, self.computation, is_weak=True)
-        self.computation.move_shareds_to_device()
         session.memory.release_when_deleted(self, "object", self.computation_key)
 
     def _warn_of_master_values(self) -> None:
@@ -251,5 +250,6 @@ def _distribute(session: Session, dispatchers: Sequence[Dispatcher]) -> None:
         for computation in computations:
             computation.user_code = code
     for dispatcher in dispatchers:
-        dispatcher.record_distribution_and_move_shareds(session)
+        dispatcher.mark_distributed(session)
+        dispatcher.computation.move_shareds_to_device()
         session.registry.get_or_create(_ScheduledDispatchers).discard(dispatcher)

@@ -41,7 +41,7 @@ class RankMeanContext:
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[None]:
-        """Context in which the compiled function is launched and waited for.
+        """Provide this context to the means of a function that is launched and waited for in the ``with`` block.
 
         An error of a mean within the launch is raised in place of the error that XLA makes of it.
         """
@@ -77,7 +77,7 @@ class RankMeanContext:
     @classmethod
     @contextlib.contextmanager
     def forbid(cls) -> Iterator[None]:
-        """Context in which means over ranks raise RuntimeError, because ranks call functions at their own pace."""
+        """Forbid means over ranks in the ``with`` block, in which ranks call functions at their own pace."""
         was_forbidden, cls.is_forbidden = cls.is_forbidden, True
         try:
             yield

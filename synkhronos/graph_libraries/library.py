@@ -192,7 +192,7 @@ class GraphLibrary(ABC):
 
     @contextlib.contextmanager
     def use_default_updates(self, updates: Sequence[tuple[SharedVariable, Variable]]) -> Iterator[None]:
-        """Context in which shared variables have other default updates."""
+        """Give shared variables other default updates in the ``with`` block."""
         before = [(shared, shared.default_update) for shared, _ in updates]
         _set_default_updates(updates)
         try:

@@ -85,7 +85,7 @@ class JaxFunction:
 def _pass_keys_instead_of_dicts(
     run: Callable[..., Any], generators: dict[int, dict[str, Any]], new_generators: set[int]
 ) -> Callable[..., Any]:
-    """Wrap a function of random generators that are dicts, so that it takes and returns only each dict's JAX key.
+    """Wrap a function of random generators, which are dicts: take and return only the JAX key of each dict.
 
     The other five items of a dict are not used, but would be copied at each launch.  ``generators`` are the dicts, by
     position among the arguments.  ``new_generators`` are the positions of updated dicts among the results.

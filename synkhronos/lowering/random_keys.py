@@ -30,10 +30,10 @@ _key_storages: WeakKeyDict[Any, tuple[np.random.Generator, Any]] = WeakKeyDict()
 
 
 def share_key_storage(container: Any, storage: list[Any]) -> list[Any]:
-    """Return the storage of a function's input, or for a random generator the key storage that functions share.
+    """Return the storage that a function reads an input from: for a random generator, the key that functions share.
 
-    ``container`` is that of the shared variable.  ``storage`` is the function's: a list with one item, which is a dict
-    if the input is a random generator.
+    ``container`` is the shared variable's.  ``storage`` is the function's: a list with one item, which is a dict if the
+    input is a random generator.  Any other storage is returned unchanged.
     """
     if not isinstance(storage[0], dict):
         return storage
@@ -45,7 +45,7 @@ def share_key_storage(container: Any, storage: list[Any]) -> list[Any]:
 
 
 class _UserFunctionKeys:
-    """A list of one key, for the dicts of a generator in all functions that the user compiled."""
+    """Key storage that reads and writes the key in the dicts of all functions that the user compiled."""
 
     def __init__(self) -> None:
         self.storages: list[list[Any]] = []

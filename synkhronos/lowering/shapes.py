@@ -72,7 +72,7 @@ def register_shape_lowerings() -> None:
     from pytensor.link.jax.dispatch import jax_funcify
 
     jax_funcify.register(ProdWithoutZeros)(_lower_prod_without_zeros)
-    jax_funcify.register(ScalarOp)(_name_missing_function(jax_funcify.dispatch(ScalarOp)))
+    jax_funcify.register(ScalarOp)(_refuse_missing_function(jax_funcify.dispatch(ScalarOp)))
     jax_funcify.register(object)(_refuse_op)
     jax_funcify.register(Elemwise)(_widen_integers(jax_funcify.dispatch(Elemwise)))
     for op_class in (Subtensor, AdvancedSubtensor, IncSubtensor, AdvancedIncSubtensor):
@@ -112,8 +112,8 @@ def _refuse_op(op: object, **kwargs: Any) -> NoReturn:
     raise NotImplementedError(f"JAX mode can't compute {op}: use another mode for this function, such as mode='NUMBA'")
 
 
-def _name_missing_function(lowering: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the lowering of scalar Ops, which takes the function of the Op's name in SciPy: JAX has not all of them."""
+def _refuse_missing_function(lowering: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the lowering of scalar Ops: raise NotImplementedError if JAX lacks the SciPy function of the Op's name."""
 
     def funcify(op: ScalarOp, **kwargs: Any) -> ArrayFunction:
         try:
@@ -126,7 +126,10 @@ def _name_missing_function(lowering: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _widen_integers(lowering: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Elemwise's lowering: compute float64 functions of integers in it, where JAX takes float32 up to int32."""
+    """Wrap Elemwise's lowering: convert integers of up to 32 bits to float64 if the result is float64.
+
+    JAX would compute in float32.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -143,7 +146,7 @@ def _widen_integers(lowering: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _lower_prod_without_zeros(op: ProdWithoutZeros, **kwargs: Any) -> ArrayFunction:
-    """Lower the product of the elements that are not zero, in the gradient of products."""
+    """Lower the product of the elements that are not zero, which gradients of products contain."""
     import jax.numpy as jnp
 
     return lambda x: jnp.prod(jnp.where(x == 0, jnp.ones((), x.dtype), x), axis=op.axis, dtype=op.acc_dtype)
@@ -267,7 +270,7 @@ def _refuse_unknown_shape(op: Op, node: Node = None, **kwargs: Any) -> NoReturn:
 
 
 def _keep_common_lengths(lowering: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap IfElse's lowering: a length or shape that both branches have is known for any condition."""
+    """Wrap IfElse's lowering: return a known length or shape as it is if both branches have the same one."""
 
     def funcify(op: Op, node: Node = None, **kwargs: Any) -> ArrayFunction:
         default = lowering(op, node=node, **kwargs)
@@ -438,7 +441,10 @@ def _index_with_lengths(
 
 
 def _find_element_positions(index: slice, axis_length: int, length: int) -> tuple[Any, Any]:
-    """Return the positions of a slice's elements, or the first one if the step is 1, and whether it has a length."""
+    """Return the positions of a slice's elements, and whether there are ``length`` of them.
+
+    If the step is 1, the first position stands for all.
+    """
     import jax.numpy as jnp
 
     step = 1 if index.step is None else index.step

@@ -81,7 +81,10 @@ def _rewrite_centered_sum(fgraph: FunctionGraph, node: Node) -> list[Any] | None
 
 
 def _match_factors(term: Variable, axes: tuple[int, ...]) -> tuple[Any, list[tuple[Any, bool]]]:
-    """Return a term without its factors that are constant along the axes, and these, each with True for a divisor."""
+    """Split a term into a factor that varies along the axes, and a list of its other factors.
+
+    Each of these has a flag: True for a divisor.
+    """
     factors: list[tuple[Any, bool]] = []
     while term.owner is not None:
         if is_elementwise(term.owner, TrueDiv) and _is_constant_along(term.owner.inputs[1], axes):
@@ -116,7 +119,7 @@ def _is_centered(variable: Variable, axes: tuple[int, ...]) -> bool:
 
 
 def separate_statistics(run: Callable[..., Any], node: Node, graph: FunctionGraph) -> Callable[..., Any]:
-    """Wrap the JAX function of a node that sums values, or squares, to normalize by their mean and variance.
+    """Wrap the JAX function of a sum if a mean or a variance is computed from it by which values are normalized.
 
     XLA would compute normalizations by kernels that each have one output and compute the statistics again.  Behind a
     barrier, statistics are computed once for the forward and the backward pass.

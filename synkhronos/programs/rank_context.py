@@ -36,8 +36,6 @@ from synkhronos.ranks.program_peers import Lock, ProgramPeers
 from synkhronos.ranks.rank import Rank
 from synkhronos.variable_types import Array
 
-#: Numbers of locks that the library uses, counted from ``size``: the locks of a trainer's batch counts and stop flag.
-BATCH_COUNTS_LOCK, STOP_FLAG_LOCK = 1, 7
 #: Size in bytes up to which an array is pickled.  A larger array is sent as a body.
 _MAX_PICKLED_NBYTES = 2048
 
@@ -260,7 +258,8 @@ class RankContext:
         ----------
         number : int
             Number of the lock, from 0 to ``size + 7``.  With several hosts, lock 1 + r belongs to the host of rank r,
-            and so does the valid copy of the rows that it guards.  The other locks belong to the first host.
+            and so does the valid copy of the rows that it guards.  The other locks belong to the first host.  Trainers
+            take locks size + 1 and size + 7 themselves, and the library's exchange rules take locks 0 to size.
 
         Returns
         -------
@@ -406,6 +405,16 @@ def get_rank(context: RankContext) -> Rank:
 def get_rank_lock(context: RankContext, rank: int) -> Lock:
     """Return the lock on a rank's host, which guards the rank's rows in shared memory, such as its mailbox."""
     return context.lock(1 + rank)
+
+
+def get_batch_counts_lock(context: RankContext) -> Lock:
+    """Return the lock of a trainer's counts of batches, which asynchronous ranks have taken."""
+    return context.lock(context.size + 1)
+
+
+def get_stop_flag_lock(context: RankContext) -> Lock:
+    """Return the lock of a trainer's flag by which the master requests a stop."""
+    return context.lock(context.size + 7)
 
 
 def _choose_transfer_device(rank: Rank, value: Any, op: str | None = None) -> Device:

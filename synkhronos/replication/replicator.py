@@ -331,7 +331,7 @@ class ReceiveObjects(Command):
 
 @contextlib.contextmanager
 def _pickle_by_value(modules: Iterable[str]) -> Iterator[None]:
-    """Context in which cloudpickle pickles the code of these modules by value."""
+    """Let cloudpickle pickle the code of these modules by value in the ``with`` block."""
     before = cloudpickle.list_registry_pickle_by_value()
     added = [sys.modules[name] for name in modules if name in sys.modules and name not in before]
     try:

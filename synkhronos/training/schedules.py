@@ -30,14 +30,14 @@ def get_state(schedule: Schedule) -> dict[str, Any]:
     if base is None:
         return {}
     best = {} if math.isinf(base.best) else {"best": base.best}
-    return {"made": base._identity, "rate": base.rate, "since": base.n_reports_since_best, **best}
+    return {"identity": base._identity, "rate": base.rate, "n_reports_since_best": base.n_reports_since_best, **best}
 
 
 def set_state(schedule: Schedule, state: Mapping[str, Any]) -> None:
     """Restore a state from `get_state`.  Do nothing if its schedule had another class or initial rate."""
     base = _find_plateau(schedule)
-    if base is not None and state.get("made") == base._identity:
-        base.rate, base.n_reports_since_best = state["rate"], state["since"]
+    if base is not None and state.get("identity") == base._identity:
+        base.rate, base.n_reports_since_best = state["rate"], state["n_reports_since_best"]
         base.best = state.get("best", math.inf)
 
 

@@ -77,7 +77,7 @@ class DoublingHandler(CollectiveHandler):
         assert ctypes.c_int32.from_address(flag).value == 0
         ctypes.c_int32.from_address(flag).value = self.valid
 
-    def wait_for_started(self, stream):
+    def join_side_stream(self, stream):
         self.begun = []
         self.waits += 1
 

@@ -246,7 +246,7 @@ def test_interrupt_after_a_launch_keeps_results_aligned(monkeypatch, entry_added
     # The launch has written its number, which is unread; the next launch's number could be confused with it.
     w = shared(np.zeros(3), "w")
     f = synk.function([], [(w.sum() / 3, None)], updates=[(w, w + 1)])
-    first, entries, raised = f()[0], ScalarLog.append_entries, []
+    first, entries, raised = f()[0], ScalarLog.record_launch, []
 
     def interrupted(log, times):
         if not raised:
@@ -254,7 +254,7 @@ def test_interrupt_after_a_launch_keeps_results_aligned(monkeypatch, entry_added
             raise Alarm
         return entries(log, times)
 
-    monkeypatch.setattr(ScalarLog, "append_entries", interrupted)
+    monkeypatch.setattr(ScalarLog, "record_launch", interrupted)
     with pytest.raises(Alarm):
         f()
     assert [float(f()[0]) for _ in range(3)] == [2, 3, 4] and float(first) == 0

@@ -148,7 +148,7 @@ def test_unchanged_user_code_is_sent_once(fork, write, monkeypatch):
     f = make_gather_function(module.Scale())
     call_with_ones(f)
     sent = []
-    monkeypatch.setattr(Dispatcher, "record_distribution_and_move_shareds", lambda self, session: sent.append(self))
+    monkeypatch.setattr(Dispatcher, "mark_distributed", lambda self, session: sent.append(self))
     call_with_ones(f)
     module.unused = None
     importlib.reload(module)  # with the same code

@@ -189,8 +189,8 @@ def test_checkpoint_has_the_names_of_its_format(fork, tmp_path):
         "own.batches",
         "own.velocity",
         "params",
-        "since",
         "step",
+        "steps_since_exchange",
     ]
     assert sorted(stored.arrays) == [f"0.{name}" for name in state]
     assert sorted(stored.meta) == [

@@ -38,7 +38,11 @@ def test_reset_best_keeps_the_rate():
     for value in (1.0, 1.1, 1.2):
         schedule.observe(value)
     reset_best(schedule)
-    assert get_state(schedule) == {"made": ["plateau", 0.1], "rate": pytest.approx(0.05), "since": 0}
+    assert get_state(schedule) == {
+        "identity": ["plateau", 0.1],
+        "rate": pytest.approx(0.05),
+        "n_reports_since_best": 0,
+    }
     user_schedule = SimpleNamespace(best=-math.inf, observe=None)  # a metric for which more is better
     reset_best(SimpleNamespace(schedule=user_schedule))
     assert user_schedule.best == -math.inf
@@ -48,7 +52,7 @@ def test_state_without_a_value_replaces_a_later_one():
     schedule = make_schedule()
     schedule.observe(0.5)
     set_state(schedule, get_state(schedules.plateau(0.1, 0.5, 2)))  # of a checkpoint before the first value
-    assert get_state(schedule) == {"made": ["plateau", 0.1], "rate": 0.1, "since": 0}
+    assert get_state(schedule) == {"identity": ["plateau", 0.1], "rate": 0.1, "n_reports_since_best": 0}
 
 
 # A schedule of the epoch has no state.

@@ -46,7 +46,7 @@ def test_resume_on_other_ranks_uses_the_remaining_rows(fork, tmp_path, name, bef
 
 def test_rules_resize_states_to_other_numbers_of_ranks():
     ranks = [
-        {"params": np.full(3, float(r)), "optimizer": np.full(3, 10.0 * r), "excluded": np.zeros(0), "step": 4, "since": 1,
+        {"params": np.full(3, float(r)), "optimizer": np.full(3, 10.0 * r), "excluded": np.zeros(0), "step": 4, "steps_since_exchange": 1,
          "own": {"weight": np.array([0.5, 0.25, 0.25][r])}, "shared": {"centre": np.full(3, 9.0)}}
         for r in range(3)
     ]  # fmt: skip

@@ -23,8 +23,8 @@ import pytensor.tensor as pt
 from pytensor.tensor.exceptions import NotScalarConstantError
 
 
-def to_integer(value: Any) -> int:
-    """Convert a number or a constant variable to an integer."""
+def to_window_parameter(value: Any) -> int:
+    """Convert a length, stride, padding or dilation, a number or a constant variable, to an integer."""
     try:
         return int(pt.get_scalar_constant_value(value))
     except NotScalarConstantError:

@@ -32,7 +32,7 @@ from synkhronos.devices.jax.xla_communicator import BufferSpan, XlaCommunicator
 from synkhronos.devices.jax.xla_ffi import (
     CallFrame,
     ForeignFunction,
-    create_xla_error,
+    create_collective_error,
     get_stream,
     handle_non_execution,
     register_target,
@@ -72,7 +72,7 @@ class CollectiveHandler:
         """
         raise NotImplementedError
 
-    def wait_for_started(self, stream: int | None) -> None:
+    def join_side_stream(self, stream: int | None) -> None:
         """Make the stream wait for the collectives that were started, after an error."""
 
 
@@ -260,7 +260,7 @@ class FfiCollectives:
             if collectives._handler is None:
                 _log.error("XLA called a collective outside a launch; the call is ignored")
             elif collectives._aborts_on_error and collectives._error is not None:
-                return create_xla_error(frame)
+                return create_collective_error(frame)
             else:
                 handle_call(collectives, frame, collectives._handler)
         # An exception can't pass through XLA.  Only the first error is stored, as it may be the cause of later ones.
@@ -270,7 +270,7 @@ class FfiCollectives:
             else:
                 collectives._error = collectives._error or error
                 if collectives._aborts_on_error:
-                    return create_xla_error(frame)
+                    return create_collective_error(frame)
         return None
 
     def handle_start(self, frame: Any, handler: CollectiveHandler) -> None:
@@ -291,7 +291,7 @@ class FfiCollectives:
         if self._error is None:
             handler.finish(spans, valid_flag_address, get_stream(frame))
         else:
-            handler.wait_for_started(get_stream(frame))
+            handler.join_side_stream(get_stream(frame))
 
 
 @ForeignFunction

@@ -1,4 +1,4 @@
-"""Compilation of the handlers in C++ by which XLA calls NCCL, at their first use.  The result is cached on disk.
+"""Handlers in C++ by which XLA calls NCCL.  They are compiled at their first use, and cached on disk.
 
 Without a compiler, XLA calls NCCL through Python (`ffi_collectives`).
 """
@@ -34,7 +34,7 @@ NcclCallMode = Literal["python", "native", "graph"]
 
 
 def read_nccl_call_mode() -> NcclCallMode:
-    """Return the value of ``SYNKHRONOS_NCCL_CALLS``, as in `FfiCollectives`.  Raise ValueError for another value."""
+    """Return the value of ``SYNKHRONOS_NCCL_CALLS``, by default "native".  Raise ValueError for an unknown mode."""
     mode = os.environ.get("SYNKHRONOS_NCCL_CALLS") or "native"
     if mode not in get_args(NcclCallMode):
         raise ValueError(f"SYNKHRONOS_NCCL_CALLS: expected one of python, native, graph, got {mode!r}")
@@ -59,7 +59,7 @@ def load_handlers() -> Any:
 
 
 def compile_handlers() -> Path:
-    """Compile the handlers unless another process has, and return their path."""
+    """Return the path of the compiled handlers.  Compile them unless they are cached on disk."""
     import jax
     import jaxlib
 

@@ -21,7 +21,7 @@ LOG_CAPACITY = 256
 
 
 class ScalarLog:
-    """Scalar outputs of consecutive launches, with these dtypes.
+    """Scalar outputs of consecutive launches, one vector for each of ``dtypes``.
 
     The first of ``storages`` contains the number of entries, and each of the others a vector of `LOG_CAPACITY` scalars
     of one output.  A launch takes these arrays as arguments, and its caller replaces them by the returned arrays.
@@ -56,8 +56,8 @@ class ScalarLog:
             ),
         ]
 
-    def append_entries(self, n_repeats: int) -> list[list[LogEntry]]:
-        """Count a launch that has appended ``n_repeats`` scalars to each output's vector, and return its entries."""
+    def record_launch(self, n_repeats: int) -> list[list[LogEntry]]:
+        """Record a launch, which appended ``n_repeats`` scalars to each vector.  Return its entries, by output."""
         start = self._n_entries
         self._n_entries += n_repeats
         return [
@@ -74,7 +74,7 @@ class ScalarLog:
         return [array for (array,) in self.storages[1:]]
 
     def store_copies(self, arrays: Sequence[np.ndarray]) -> None:
-        """Store copies of the unread arrays."""
+        """Store copies of the arrays of `get_arrays_to_copy`."""
         # These copies are not views: a JAX array with a NumPy view can't be donated.
         self._host_vectors, self._n_entries_copied = [np.array(array) for array in arrays], self._n_entries
 

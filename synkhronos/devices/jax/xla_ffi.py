@@ -115,15 +115,18 @@ class _ErrorCreate(_Struct):
     _fields_ = [("message", ctypes.c_char_p), ("code", ctypes.c_int)]
 
 
-def create_xla_error(frame: Any) -> int:
-    """Return the address of a new error.  A foreign function returns it to XLA to end the launch."""
-    request = _ErrorCreate(ctypes.sizeof(_ErrorCreate), None, b"an all-reduce failed", _ABORTED)
+def create_collective_error(frame: Any) -> int:
+    """Return the address of a new error with the code ABORTED.  A foreign function returns it to end the launch."""
+    request = _ErrorCreate(ctypes.sizeof(_ErrorCreate), None, b"a collective failed", _ABORTED)
     address: int = ForeignFunction(frame.api.contents.error_create)(ctypes.addressof(request))
     return address
 
 
 def handle_non_execution(frame: Any) -> bool:
-    """Answer XLA's call for the version of the interface.  Return False if a call executes the function."""
+    """Handle a call that does not execute the function: answer a request for the interface's version, ignore others.
+
+    Return False if a call executes the function.
+    """
     extension = _Extension.from_address(frame.extension) if frame.extension else None
     if extension is not None and extension.type == _METADATA:
         metadata, version = extension.metadata.contents, frame.api.contents.version
@@ -145,11 +148,15 @@ def get_stream(frame: Any) -> int | None:
     return int(request.stream or 0) or None
 
 
+#: Names of the registered functions.
 _registered: set[str] = set()
 
 
 def register_target(name: str, callback: Any, platform: str | None = None) -> None:
-    """Register a foreign function with XLA, once, for a platform: by default, the one on which JAX computes."""
+    """Register a foreign function with XLA under a name, unless the name is registered already.
+
+    ``platform`` is by default the one on which JAX computes.
+    """
     import jax
 
     if name not in _registered:

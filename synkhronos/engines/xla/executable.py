@@ -231,7 +231,7 @@ class Executable(Runner):
             storage[0] = None  # frees the memory before the next call
         if self._scalar_log is not None:
             for position, entries in zip(
-                self._logged_positions, self._scalar_log.append_entries(self.n_repeats), strict=True
+                self._logged_positions, self._scalar_log.record_launch(self.n_repeats), strict=True
             ):
                 results[position * self.n_repeats : position * self.n_repeats] = entries
         return results

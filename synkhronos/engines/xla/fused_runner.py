@@ -33,6 +33,7 @@ class FusedRunner(Runner):
     def __call__(self, *inputs: Any) -> list[Any]:
         """Launch, and wait until all ranks have launched."""
         communicator, shape = self._exchange.prepare_exchange(self._rank)
+        assert isinstance(communicator, XlaCommunicator)
         launch = self._launch_python if self._ffi_collectives.nccl_call_mode == "python" else self._launch_native
         # No signal handler may raise within XLA's callbacks, nor before the other ranks have launched: the updates have
         # to be valid on all ranks, or, if one fails, on none.
@@ -94,10 +95,10 @@ class NcclCollectiveHandler(CollectiveHandler):
         if self._collective == "all_gather":
             n_items *= self._rank.size
         if n_items != math.prod(self._shape):
-            self.wait_for_started(stream)
+            self.join_side_stream(stream)
             raise ValueError(f"collective: expected shape {self._shape}, as before the launch, got {n_items} items")
         self._communicator.enqueue_on_xla_stream(spans, self._op, valid_flag_address, stream, self._collective)
         self._collective = next(self._collectives)
 
-    def wait_for_started(self, stream: int | None) -> None:
+    def join_side_stream(self, stream: int | None) -> None:
         self._communicator.join_side_stream(stream)

@@ -184,7 +184,7 @@ class _ModelSum(DistributedSum):
 
 
 def _check_pathfinder() -> None:
-    """Raise ValueError if pymc-extras' pathfinder is calling, with paths in processes of their own.
+    """Raise ValueError if the caller is pymc-extras' pathfinder, which computes paths in processes of their own.
 
     Such processes have no ranks, and pathfinder does not report the error: it asks the user to report a bug.
     """

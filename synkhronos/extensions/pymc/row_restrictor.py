@@ -198,7 +198,7 @@ class RowRestrictor:
         return subrestrictor
 
     def use_data_of(self, other: RowRestrictor) -> None:
-        """Add the data that are found to those of another restrictor, for the same number of computed rows."""
+        """Share the table of found data, and the number of computed rows, with another restrictor."""
         self.rows_by_placeholder, self.n_rows_variable = other.rows_by_placeholder, other.n_rows_variable
         self._data = other._data
 

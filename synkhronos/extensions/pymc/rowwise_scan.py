@@ -32,7 +32,10 @@ __all__ = ["restrict_scan"]
 
 
 def restrict_scan(restrictor: RowRestrictor, node: Node, axis: int) -> list[Any]:
-    """Return the outputs of a loop for the computed rows, with an error in place of one without rows along `axis`."""
+    """Return the outputs of a loop for the computed rows.
+
+    In place of an output without rows along `axis` there is a `NotRowwiseError`.
+    """
     positions = [i for i, output in enumerate(node.outputs) if getattr(output.type, "ndim", 0) > axis]
     results: list[Any] = [NotRowwiseError(f"{output} has no rows on axis {axis}") for output in node.outputs]
     try:

@@ -10,7 +10,7 @@ __all__ = ["rank_mean"]
 
 
 def rank_mean(values: Any, rows: Any) -> Any:
-    """Return the mean of a vector over all ranks, by their numbers of rows.
+    """Return the mean of a vector over all ranks, weighted by their numbers of rows.
 
     Parameters
     ----------

@@ -4,7 +4,7 @@ A checkpoint is a folder of three files::
 
     rows-000000001000/
         state.safetensors   arrays
-        meta.json           {"format": 2, "metrics": {...}, "meta": {...}}
+        meta.json           {"format": 3, "metrics": {...}, "meta": {...}}
         SHA256SUMS          digests of both, as sha256sum writes them
 
 A checkpoint is written under a unique name, synchronized with the disk, and then renamed to its final name.  Before it
@@ -40,7 +40,7 @@ _UNFINISHED_PREFIX = "unfinished-"
 _STATE_FILE = "state.safetensors"
 _META_FILE = "meta.json"
 _SUMS_FILE = "SHA256SUMS"
-_FORMAT_VERSION = 2
+_FORMAT_VERSION = 3
 
 
 class CheckpointError(ValueError):

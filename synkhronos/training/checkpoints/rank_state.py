@@ -63,7 +63,7 @@ def read_state(context: RankContext, spec: RankStateSpec) -> dict[str, Any]:
         **variables.read_values(None if state is None else storage["own"]),
         "own": {} if state is None else {key: np.array(value) for key, value in state.own.items()},
         "step": 0 if state is None else state.step,
-        "since": 0 if state is None else state.steps_since_exchange,
+        "steps_since_exchange": 0 if state is None else state.steps_since_exchange,
     }
 
 
@@ -98,7 +98,7 @@ def _unpack_states(content: Checkpoint, spec: RankStateSpec) -> list[dict[str, A
         state |= {role: arrays[f"{r}.{role}"] for role in ("params", "optimizer", "excluded")}
         if not spec.variables.optimizer_state:  # sharded: the trainer restores it
             state["optimizer"] = np.zeros(0, np.float32)
-        state |= {name: int(arrays[f"{r}.{name}"]) for name in ("step", "since")}
+        state |= {name: int(arrays[f"{r}.{name}"]) for name in ("step", "steps_since_exchange")}
         prefix = f"{r}.own."
         state["own"] = {n.removeprefix(prefix): array for n, array in arrays.items() if n.startswith(prefix)}
     return states_by_rank
@@ -148,7 +148,7 @@ def write_state(context: RankContext, spec: RankStateSpec, saved_state: dict[str
         return
     storage = context.get_persistent_dict(spec.name)
     state = storage["state"] = spec.make_state()
-    state.step, state.steps_since_exchange = saved_state["step"], saved_state["since"]
+    state.step, state.steps_since_exchange = saved_state["step"], saved_state["steps_since_exchange"]
     state.own = {
         key: value if np.ndim(value) else np.asarray(value).item() for key, value in saved_state["own"].items()
     }

@@ -18,7 +18,7 @@ from typing import Any, Self
 import numpy as np
 
 from synkhronos.programs import LocalRows, RankContext
-from synkhronos.programs.rank_context import STOP_FLAG_LOCK
+from synkhronos.programs.rank_context import get_stop_flag_lock
 from synkhronos.ranks.interrupts import get_handler, restore_handler, set_handler
 from synkhronos.training.loops.batch_loop import adapt_interval_steps
 
@@ -132,6 +132,6 @@ class StopPoll:
         if now < self._next_read_at:
             return bool(self._flag.array[0])
         self._next_read_at = now + CHECK_INTERVAL_SECONDS
-        with self._context.lock(self._context.size + STOP_FLAG_LOCK) as lock:
+        with get_stop_flag_lock(self._context) as lock:
             lock.pull(self._flag)
         return bool(self._flag.array[0])

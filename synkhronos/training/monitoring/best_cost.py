@@ -62,9 +62,10 @@ class BestCost:
     def to_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint, which JSON can represent."""
         cost = None if math.isinf(self.cost) else self.cost
-        return {"measure": self.label, "best": cost, "since": self.n_reports_since_best}
+        return {"label": self.label, "cost": cost, "n_reports_since_best": self.n_reports_since_best}
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> BestCost:
         """Restore the state from `to_dict`."""
-        return cls(state["measure"], math.inf if state["best"] is None else state["best"], state["since"])
+        cost = math.inf if state["cost"] is None else state["cost"]
+        return cls(state["label"], cost, state["n_reports_since_best"])

@@ -19,6 +19,7 @@ from synkhronos.collectives.all_reduce_command import AllReducePlan, AllReduceVa
 from synkhronos.collectives.commands import VariableReplica, prepare_replicas
 from synkhronos.containers import BoundedCache
 from synkhronos.devices import NUMPY, get_array_device, get_rank_device
+from synkhronos.devices.communicator import Communicator
 from synkhronos.engines import GradientExchange, Runner, StepShards
 from synkhronos.functions.call import Call, RankCall
 from synkhronos.graph_libraries import get_library
@@ -102,7 +103,7 @@ class StepCommand(_StepCommandFields, Command):
         """Name of the reduction of the gradient."""
         return self.all_reduce_command.op
 
-    def get_reduced_variable(self, rank: Rank) -> Any:
+    def get_reduced_variable(self, rank: Rank) -> SharedVariable:
         """Return this rank's copy of the gradient's variable."""
         (key,) = self.all_reduce_command.variable_keys
         return rank.get_object(key)
@@ -110,7 +111,7 @@ class StepCommand(_StepCommandFields, Command):
     def get_shards(self, rank: Rank) -> None:
         """Return None: every rank updates all parameters."""
 
-    def prepare_exchange(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
+    def prepare_exchange(self, rank: Rank) -> tuple[Communicator, tuple[int, ...]]:
         """Return the communicator of the all-reduce, and the gradient's shape, which is the same on all ranks."""
         plans = rank.registry.get_or_create(_FusedStepPlans)
         if self.skips_plan_check:
@@ -250,7 +251,7 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
     n_tail_items = 0
     op = "avg"
 
-    def get_reduced_variable(self, rank: Rank) -> Any:
+    def get_reduced_variable(self, rank: Rank) -> SharedVariable:
         """Return this rank's copy of the matrix."""
         return rank.get_object(self.matrix_key)
 
@@ -259,7 +260,7 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
         state_shards = rank.get_objects(self.state_keys)
         return StepShards(rank.get_object(self.row_key), state_shards, self.gathers_gradient)
 
-    def prepare_exchange(self, rank: Rank) -> tuple[Any, tuple[int, ...]]:
+    def prepare_exchange(self, rank: Rank) -> tuple[Communicator, tuple[int, ...]]:
         """Return the communicator, and the matrix's shape, once all ranks have compared theirs."""
         matrix, _ = _prepare_matrix_and_shard(rank, self.get_reduced_variable(rank), rank.get_object(self.row_key))
         shape, _ = matrix.layouts[0]

@@ -12,7 +12,7 @@ from synkhronos.exchange_rules import ExchangeState
 from synkhronos.exchange_rules.state import BATCHES_KEY
 from synkhronos.loading.loader import LoaderRows
 from synkhronos.programs import LocalFunction, LocalRows, RankContext
-from synkhronos.programs.rank_context import BATCH_COUNTS_LOCK
+from synkhronos.programs.rank_context import get_batch_counts_lock
 from synkhronos.training.checkpoints.rank_state import RankStateSpec, restore_own_params, set_params_to_consensus
 from synkhronos.training.loops.batch_loop import PeriodicExchange
 from synkhronos.training.loops.stop_signals import StopAgreement, get_requested_stop
@@ -84,7 +84,7 @@ class LocalBatchLoop(TrainerBatchLoop):
         group = next(group for group in plan.rank_groups if self.context.number in group)
         while True:
             n_batches = min(self.periodic_exchange.restart_countdown(), self.max_steps_per_launch)
-            with self.meter.time_activity("load"), self.context.lock(n_ranks + BATCH_COUNTS_LOCK) as lock:
+            with self.meter.time_activity("load"), get_batch_counts_lock(self.context) as lock:
                 lock.pull(self._batch_counts)
                 n_taken = int(counts[group.start])
                 if plan.can_stop and get_requested_stop() and not counts[-1]:
@@ -93,11 +93,8 @@ class LocalBatchLoop(TrainerBatchLoop):
                 last_round = int(counts[-1])
                 if last_round:  # all groups stop after the same round, so that the rows trained on are one range
                     n_batches = min(n_batches, last_round * len(group) - n_taken)
-                # A round is n_ranks successive batches, numbered as the ranks.  A group takes those of its ranks.
-                starts = [
-                    plan.start + (i // len(group) * n_ranks + group[i % len(group)]) * plan.batch_size
-                    for i in range(n_taken, n_taken + n_batches)
-                ]
+                numbers = number_group_batches(range(n_taken, n_taken + n_batches), group, n_ranks)
+                starts = [plan.start + number * plan.batch_size for number in numbers]
                 starts = [start for start in starts if start + plan.batch_size <= plan.stop] or starts[:1]
                 counts[group.start] += len(starts)
                 lock.push(self._batch_counts)
@@ -160,6 +157,19 @@ class LocalBatchLoop(TrainerBatchLoop):
         self._unexchanged_weights = []
         if self.state.n_average_items:
             self.state.own[BATCHES_KEY] = 0.0
+
+
+def number_group_batches(batches: range, group: range, n_ranks: int) -> list[int]:
+    """Convert numbers of batches that a group of ranks takes to their numbers among the batches of all ranks.
+
+    A round is ``n_ranks`` successive batches, one for each rank.  A group takes those of its ranks.
+
+    Examples
+    --------
+    >>> number_group_batches(range(5), group=range(2, 4), n_ranks=4)
+    [2, 3, 6, 7, 10]
+    """
+    return [i // len(group) * n_ranks + group[i % len(group)] for i in batches]
 
 
 def take_local_steps(

@@ -4,7 +4,7 @@ Epochs are divided into intervals between reports.  In an interval, either the m
 runs a loop of its own::
 
     TrainerReportLoop.train() --> BSP on gradients: JointBatchLoop in the master
-                             --> other rules:      LocalBatchLoop on every rank
+                              --> other rules:      LocalBatchLoop on every rank
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import pytensor
 import pytensor.tensor as pt
 
 from synkhronos.compat.ops.convolution import Conv, ConvGradInputs, ConvGradWeights, Padding
-from synkhronos.compat.ops.windows import to_integer
+from synkhronos.compat.ops.windows import to_window_parameter
 
 
 def to_padding(border_mode: Any, n: int) -> Padding:
@@ -24,7 +24,7 @@ def to_padding(border_mode: Any, n: int) -> Padding:
     if len(modes) != n:
         raise ValueError(f"border_mode: expected a tuple of {n}, got {border_mode}")
     pairs = [mode if isinstance(mode, tuple | list) else (mode, mode) for mode in modes]
-    padding = tuple((to_integer(before), to_integer(after)) for before, after in pairs)
+    padding = tuple((to_window_parameter(before), to_window_parameter(after)) for before, after in pairs)
     if min(map(min, padding)) < 0:
         raise ValueError(f"border_mode: expected no negative padding, got {border_mode}")
     return padding
@@ -43,8 +43,10 @@ def _make_op(
     """Return an Op over ``n`` axes with Theano's settings, in Theano's order."""
     if unshared:
         raise NotImplementedError("unshared: separate filters for each position are not supported")
-    stride, dilation = ((1,) * n if s is None else [to_integer(k) for k in s] for s in (subsample, filter_dilation))
-    return op_class(n, to_padding(border_mode, n), stride, dilation, filter_flip, to_integer(num_groups))
+    stride, dilation = (
+        (1,) * n if s is None else [to_window_parameter(k) for k in s] for s in (subsample, filter_dilation)
+    )
+    return op_class(n, to_padding(border_mode, n), stride, dilation, filter_flip, to_window_parameter(num_groups))
 
 
 def _make_placeholder(shape: Sequence[Any], default_lengths: Sequence[Any], dtype: str) -> Any:
@@ -165,7 +167,7 @@ def causal_conv1d(
     unshared: bool = False,
 ) -> Any:
     """Convolve (batch, channels, length) with the present and past elements of each window (arXiv:1609.03499)."""
-    before = filter_dilation * (to_integer(filter_shape[2]) - 1)
+    before = filter_dilation * (to_window_parameter(filter_shape[2]) - 1)
     op = _make_op(Conv, 1, ((before, 0),), (subsample,), filter_flip, (filter_dilation,), num_groups, unshared)
     return op(input, filters)
 
@@ -230,7 +232,7 @@ def get_conv_output_shape(
 
 def bilinear_kernel_1D(ratio: int, normalize: bool = True) -> Any:  # noqa: N802 - Theano's name
     """Return the filter of a linear interpolation that upsamples one axis by an integer."""
-    half = np.arange(1, to_integer(ratio) + 1, dtype=pytensor.config.floatX)
+    half = np.arange(1, to_window_parameter(ratio) + 1, dtype=pytensor.config.floatX)
     kernel = np.concatenate([half, half[-2::-1]])
     return pt.as_tensor_variable(kernel / np.asarray(ratio, kernel.dtype) if normalize else kernel)
 
@@ -257,7 +259,7 @@ def bilinear_upsampling(
         raise NotImplementedError("frac_ratio: bilinear_upsampling by fractions is not supported")
     if ratio is None:
         raise ValueError("ratio: expected an integer, got None")
-    ratio = to_integer(ratio)
+    ratio = to_window_parameter(ratio)
     x = pt.as_tensor_variable(input)
     batch, channels, rows, columns = (x.shape[i] for i in range(4))
     # Edges are repeated, and channels are upsampled as separate images.

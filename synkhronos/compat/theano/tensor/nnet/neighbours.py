@@ -6,7 +6,7 @@ import numpy as np
 import pytensor.tensor as pt
 from pytensor.raise_op import Assert
 
-from synkhronos.compat.ops.windows import to_integer
+from synkhronos.compat.ops.windows import to_window_parameter
 
 
 def images2neibs(ten4: Any, neib_shape: Any, neib_step: Any = None, mode: str = "valid") -> Any:
@@ -70,4 +70,4 @@ def neibs2images(neibs: Any, neib_shape: Any, original_shape: Any, mode: str = "
 
 
 def _to_integers(pair: Any) -> tuple[int, int]:
-    return to_integer(pair[0]), to_integer(pair[1])
+    return to_window_parameter(pair[0]), to_window_parameter(pair[1])

@@ -7,7 +7,7 @@ from typing import Any
 import pytensor.tensor as pt
 
 from synkhronos.compat.ops.pooling import MaxPoolGrad, Pool
-from synkhronos.compat.ops.windows import to_integer
+from synkhronos.compat.ops.windows import to_window_parameter
 
 
 def _pool(
@@ -34,7 +34,7 @@ def _pool(
     if x.ndim < n:
         raise NotImplementedError(f"pool_{n}d: expected at least {n} dimensions, got {x.ndim}")
     settings = (ws, ws if stride is None else stride, pad or (0,) * n)
-    window, step, padding_lengths = ([to_integer(setting[axis]) for axis in range(n)] for setting in settings)
+    window, step, padding_lengths = ([to_window_parameter(setting[axis]) for axis in range(n)] for setting in settings)
     return Pool(window, step, padding_lengths, mode.replace("max_deterministic", "max"), ignore_border)(x)
 
 
@@ -50,6 +50,6 @@ pool_3d = functools.partial(_pool, 3)
 
 def max_pool_2d_same_size(input: Any, patch_size: Any) -> Any:
     """Set all but the maximum of each window to zero."""
-    window = [to_integer(n) for n in patch_size]
+    window = [to_window_parameter(n) for n in patch_size]
     output = Pool(window, window, (0, 0), "max", True)(input)
     return MaxPoolGrad(window, window, (0, 0), "max", True)(input, output, output)
