@@ -108,34 +108,6 @@ COp.load_c_code = load_c_code_once
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-if DEVICE != "host":
-    # These tests start programs, which choose their device themselves.
-    collect_ignore_glob = [
-        f"*/test_{name}.py"
-        for name in (
-            "docs",
-            "faults",
-            "footprint",
-            "hosts_faults",
-            "hosts_survival",
-            "interrupts",
-            "core_binding",
-            "launch",
-            "launch_faults",
-            "launch_hosts",
-            "launch_messages",
-            "launch_restart",
-            "launch_resume",
-            "launch_signals",
-            "model",
-            "notebook",
-            "platoon",
-            "security",
-            "soak",
-            "stop",
-        )
-    ]
-
 settings.register_profile(
     "synkhronos",
     deadline=None,
@@ -147,7 +119,12 @@ settings.load_profile("synkhronos")
 
 
 def pytest_collection_modifyitems(items):
-    """Refuse tests that change what ``import theano`` finds, and may start XLA, beside other tests."""
+    """Deselect tests whose programs choose their own device, and refuse tests of compat beside others.
+
+    The latter change what ``import theano`` finds, and may start XLA.
+    """
+    if DEVICE != "host":
+        items[:] = [item for item in items if not item.get_closest_marker("starts_programs")]
     folders = {item.path.parent.name for item in items}
     if folders & OWN_PROCESS_FOLDERS and folders - OWN_PROCESS_FOLDERS:
         raise pytest.UsageError(f"run {', '.join(sorted(folders & OWN_PROCESS_FOLDERS))} in a process of their own")

@@ -16,7 +16,7 @@ from hosts import are_simulated
 from hosts.tree import SimulatedHosts
 from system import LIMIT_SECONDS
 
-pytestmark = [pytest.mark.hosts, pytest.mark.faults]
+pytestmark = [pytest.mark.starts_programs, pytest.mark.hosts, pytest.mark.faults]
 needs_namespaces = pytest.mark.skipif(not are_simulated(), reason="no namespaces here, so that no host is lost alone")
 
 #: Seconds of silence after which a host is lost.

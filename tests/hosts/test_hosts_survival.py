@@ -3,7 +3,7 @@
 import pytest
 from hosts import are_simulated, end, run
 
-pytestmark = [pytest.mark.hosts, pytest.mark.faults, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.starts_programs, pytest.mark.hosts, pytest.mark.faults, pytest.mark.timeout(300)]
 
 
 def test_new_workers_on_two_hosts_are_like_the_masters_process():

@@ -11,6 +11,8 @@ from launch_runs import run
 from synkhronos.launcher import core_binding, doctor
 from synkhronos.ranks import count_available_cores
 
+pytestmark = pytest.mark.starts_programs
+
 
 def test_assign_cores_divides_cores_among_ranks():
     assert core_binding.assign_cores(["cpu"] * 2, range(5), {})[0] == [[0, 1], [2, 3, 4]]

@@ -16,6 +16,8 @@ from paths import ROOT, SUPPORT
 from synkhronos.launcher.configuration.model_file import locate_model_class
 from synkhronos.launcher.model_class.model_interface import import_model_class
 
+pytestmark = pytest.mark.starts_programs
+
 
 def read_traces(folder):
     return [json.loads((folder / f"trace-{r}.json").read_text()) for r in range(2)]

@@ -15,6 +15,8 @@ from paths import SUPPORT
 from synkhronos.launcher.configuration.settings import Settings
 from synkhronos.launcher.supervision import rank_output, run_folder, supervisor
 
+pytestmark = pytest.mark.starts_programs
+
 
 def test_first_failure_is_printed_last(tmp_path):
     done = train(tmp_path, "FailingMLP", status=1)

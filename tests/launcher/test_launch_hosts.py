@@ -26,7 +26,7 @@ from synkhronos.ranks import count_available_cores
 
 MODEL = {"model": f"{SUPPORT}/launch_models/mlp.py:MLP", "devices": "cpu"}
 LIMIT = 60
-pytestmark = pytest.mark.timeout(300)  # ranks compile, and mpirun starts
+pytestmark = [pytest.mark.starts_programs, pytest.mark.timeout(300)]  # ranks compile, and mpirun starts
 
 
 def start_run(hosts, folder, model="mlp.py:MLP", **settings):

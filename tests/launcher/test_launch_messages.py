@@ -26,6 +26,8 @@ from synkhronos.launcher.model_class.model_interface import ModelInterfaceError,
 from synkhronos.launcher.model_class.model_recorder import ModelRecorder
 from synkhronos.launcher.supervision.run_folder import create_and_lock_run_folder
 
+pytestmark = pytest.mark.starts_programs
+
 MODEL = {"model": "launch_models/mlp.py:MLP", "devices": "cpu"}
 GPUS = get_n_gpu()
 

@@ -17,6 +17,8 @@ from synkhronos.launcher.supervision import memory_checkpoint_folder
 from synkhronos.ranks import WorkerError
 from synkhronos.training.checkpoints.checkpoint_folder import list_checkpoints
 
+pytestmark = pytest.mark.starts_programs
+
 
 def train_with_deaths(folder, victim, epochs, *arguments, status=0, checkpoint=1, **settings):
     """Train with one rank that dies in some epochs; return the command's result."""

@@ -30,6 +30,8 @@ from synkhronos.training.updates import (
     sgd,
 )
 
+pytestmark = pytest.mark.starts_programs
+
 
 @pytest.mark.parametrize("rule", ["BSP", "EASGD"])
 def test_resume_from_a_checkpoint_equals_an_undisturbed_run(tmp_path, rule):

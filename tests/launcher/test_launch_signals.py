@@ -20,6 +20,8 @@ from synkhronos.launcher.configuration.settings import Settings
 from synkhronos.launcher.supervision import supervisor
 from synkhronos.launcher.supervision.master_arguments import COMPLETE_EXIT_CODE
 
+pytestmark = pytest.mark.starts_programs
+
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
 def test_run_status_is_always_recorded(tmp_path, number):

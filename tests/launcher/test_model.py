@@ -12,6 +12,8 @@ from paths import SUPPORT
 
 from synkhronos.launcher.model_class.model_recorder import ModelRecorder
 
+pytestmark = pytest.mark.starts_programs
+
 
 @pytest.mark.parametrize("rule", ["BSP", "GOSGD"])
 def test_model_base_class_trains(tmp_path, rule):

@@ -21,6 +21,8 @@ from system import list_marked_processes, wait_until, wait_until_empty
 
 from synkhronos.platoon import launcher
 
+pytestmark = pytest.mark.starts_programs
+
 PROGRAMS = SUPPORT / "platoon_programs"
 #: PyTensor's functions are compiled by XLA, as on GPUs.
 FLAGS = {"PYTENSOR_FLAGS": "mode=JAX,floatX=float32,traceback__limit=0"} if NAME == "pytensor" else {}

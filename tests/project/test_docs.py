@@ -33,6 +33,8 @@ from system import run_code
 import synkhronos as synk
 from synkhronos.devices.reduce_op import REDUCE_OPS, ReduceOp
 
+pytestmark = pytest.mark.starts_programs
+
 PAGES = sorted((ROOT / "docs").glob("*.rst"))
 HAS_PYTENSOR = importlib.util.find_spec("pytensor") is not None
 HAS_PYMC = importlib.util.find_spec("pymc") is not None

@@ -15,6 +15,8 @@ import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.ranks import Command
 
+pytestmark = pytest.mark.starts_programs
+
 
 @pytest.mark.faults
 @pytest.mark.timeout(100)

@@ -12,7 +12,7 @@ import pytest
 from faults.harness import Program, check_delay, check_footprint
 from system import wait_for_state
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.starts_programs, pytest.mark.faults]
 
 ELSEWHERE = ["distribute", "build", "arguments"]
 PLACES = ["idle", "call", "compiled", "collective", "distribute"]

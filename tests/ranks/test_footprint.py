@@ -15,7 +15,7 @@ import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.ranks import Command
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.starts_programs, pytest.mark.faults]
 
 
 def read_status(pid):

@@ -12,7 +12,7 @@ from library import shared, tensor
 
 import synkhronos as synk
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.starts_programs, pytest.mark.faults]
 
 PLACES = [
     ("call", [2], "python"), ("call", [2], "compiled"), ("call", [0], "python"), ("call", [0, 1, 2], "compiled"),

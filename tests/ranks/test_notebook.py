@@ -8,7 +8,7 @@ import pytest
 from paths import ROOT, SUPPORT
 from system import LIMIT_SECONDS, list_children, wait_until_ended
 
-pytestmark = [pytest.mark.faults]
+pytestmark = [pytest.mark.starts_programs, pytest.mark.faults]
 
 pytest.importorskip("ipykernel")
 jupyter_client = pytest.importorskip("jupyter_client")

@@ -18,6 +18,8 @@ from system import run_code
 import synkhronos as synk
 from synkhronos import ranks
 
+pytestmark = pytest.mark.starts_programs
+
 PACKAGE = pathlib.Path(synk.__file__).parent
 
 

@@ -1,13 +1,28 @@
 """Schedules of learning rates, and their states in checkpoints."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 from messages import raises
 
 from synkhronos.training import schedules
 from synkhronos.training.schedules import get_state, reset_best, set_state
+
+
+class UserSchedule:
+    """A schedule of the user's own, with attributes of `plateau`'s names."""
+
+    def __init__(self, **attributes):
+        vars(self).update(attributes)
+
+    def __call__(self, epoch):
+        return 0.1
+
+    def __repr__(self):
+        return repr(vars(self))
+
+    def observe(self, value):
+        pass
 
 
 def make_schedule():
@@ -43,12 +58,12 @@ def test_reset_best_keeps_the_rate():
         "rate": pytest.approx(0.05),
         "n_reports_since_best": 0,
     }
-    user_schedule = SimpleNamespace(best=-math.inf, observe=None)  # a metric for which more is better
-    reset_best(SimpleNamespace(schedule=user_schedule))
+    user_schedule = UserSchedule(best=-math.inf)  # of a metric for which more is better
+    reset_best(schedules.scaled(user_schedule, 2))
     assert user_schedule.best == -math.inf
 
 
-def test_state_without_a_value_replaces_a_later_one():
+def test_restored_state_without_a_report_has_no_best_value():
     schedule = make_schedule()
     schedule.observe(0.5)
     set_state(schedule, get_state(schedules.plateau(0.1, 0.5, 2)))  # of a checkpoint before the first value
@@ -64,7 +79,7 @@ def test_schedule_ignores_states_of_others(old):
     for new in (
         schedules.constant(0.01),
         schedules.warmup(schedules.cosine(0.01, 9), 5),
-        SimpleNamespace(rate=3.0, observe=None),
+        UserSchedule(rate=3.0),
         schedules.plateau(0.01, 0.5, 2),
     ):
         before = repr(new)

@@ -22,7 +22,10 @@ from synkhronos.training.loops import stop_signals
 from synkhronos.training.monitoring.recorder import read_records
 from synkhronos.training.trainer import trainer_report_loop
 
-pytestmark = pytest.mark.skipif(XLA, reason="the trainer's own bookkeeping, and XLA takes seconds to compile")
+pytestmark = [
+    pytest.mark.starts_programs,
+    pytest.mark.skipif(XLA, reason="the trainer's own bookkeeping, and XLA takes seconds to compile"),
+]
 
 
 class SignalAt:
