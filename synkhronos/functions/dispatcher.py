@@ -189,13 +189,13 @@ class Dispatcher:
 
     def mark_distributed(self, session: Session) -> None:
         """Record that the workers have the computation."""
-        self.distributed_session, self._replicator = session, Replicator.get_or_create(session)
-        self._last_n_master_values = 0
+        self._replicator, self._last_n_master_values = Replicator.get_or_create(session), 0
         session.replacement_callbacks[self] = Dispatcher._handle_worker_replacement
         self._compiled_variants = set()
         self.computation.reset_if_engine_changed()
         session.rank.add_object(self.computation_key, self.computation, is_weak=True)
         session.memory.release_when_deleted(self, "object", self.computation_key)
+        self.distributed_session = session  # last: after an interrupt, the next call starts again
 
     def _warn_of_master_values(self) -> None:
         """Warn of values that the user has set since the last call, if the function reads them."""

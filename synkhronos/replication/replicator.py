@@ -187,10 +187,10 @@ class Replicator:
             nodes = library.sort_nodes(variables) if library is not None else []
             code = self._send_objects(session, nodes, [*keyed, *objects], offsets)
         for key, shared in keyed:
-            self._keys[shared] = key
             observe_set_value(type(shared))
             session.rank.add_object(key, shared, is_weak=True)
             session.memory.release_when_deleted(shared, "object", key)
+            self._keys[shared] = key  # last: after an interrupt, the next call sends the variable again
         return code
 
     def _send_objects(

@@ -14,6 +14,7 @@ from messages import raises
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.ranks.memory_table import MemoryTable
+from synkhronos.ranks.rank import Rank
 
 pytestmark = pytest.mark.usefixtures("rewrites")
 
@@ -159,3 +160,22 @@ def test_slow_compilation_is_reported_once(fork, monkeypatch, caplog):
     if XLA:
         f(np.ones(8))
         assert "for inputs of shapes [(4,)]" in caplog.records[-1].getMessage()
+
+
+@pytest.mark.parametrize("is_function", [False, True])
+def test_call_after_an_interrupted_distribution_sends_again(fork, monkeypatch, is_function):
+    fork(2)
+    x, w = T.dvector("x"), shared(np.ones(2), "w")
+    f = synk.function([x], (x.sum() * w.sum(), "sum"))
+
+    def interrupt(rank, key, value, is_weak=False, add_object=Rank.add_object):
+        if (key[0] == "function") == is_function:
+            raise KeyboardInterrupt
+        add_object(rank, key, value, is_weak)
+
+    monkeypatch.setattr(Rank, "add_object", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        f(np.arange(3.0))
+    monkeypatch.undo()
+    assert f(np.arange(3.0)) == 6
+    np.testing.assert_array_equal(synk.gather(w), np.ones((2, 2)))
