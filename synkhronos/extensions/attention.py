@@ -148,7 +148,7 @@ class _AttentionOp(Op):
     def L_op(
         self, inputs: Sequence[Variable], outputs: Sequence[Variable], output_grads: Sequence[Variable]
     ) -> list[Any]:  # noqa: N802 - PyTensor's name
-        """Return the gradients; the name before PyTensor 3.0 of `pullback`."""
+        """Return the gradients: PyTensor before 3.0 calls this method, newer versions `pullback`."""
         return self.pullback(inputs, outputs, output_grads)
 
     def connection_pattern(self, node: Node) -> list[list[bool]]:

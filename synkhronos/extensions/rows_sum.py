@@ -225,9 +225,9 @@ class DistributedSum:
     def _compile(self, quantity: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> tuple[Function, list[Any]]:
         """Compile a function of the rows.  Return it, and the checks of parameters that depend on rows.
 
-        A check fails for all rows if it fails for one, as in PyMC.  The additional input ``checks_hold`` tells for each
-        of these checks whether it holds for all rows.  The end of the output counts the ranks or slices where each
-        check has failed.
+        A check fails for all rows if it fails for one, as in PyMC.  The additional input ``checks_hold`` has a flag for
+        each of these checks: whether it holds for all rows.  At the end of the output are the numbers of ranks or
+        slices on which each check has failed.
         """
         checks_hold = pt.vector("checks_hold", dtype="bool")
         checks: list[Any] = []
@@ -429,7 +429,7 @@ class _DistributedSumOp(Op):
         return [[variable.dtype in float_dtypes] * len(node.outputs) for variable in node.inputs]
 
     def L_op(self, inputs: Variables, outputs: Variables, output_grads: Variables) -> list[Any]:  # noqa: N802 - PyTensor's name
-        """Return the gradients; the name before PyTensor 3.0 of `pullback`."""
+        """Return the gradients: PyTensor before 3.0 calls this method, newer versions `pullback`."""
         return self.pullback(inputs, outputs, output_grads)
 
     def infer_shape(self, *arguments: Any) -> list[Any]:

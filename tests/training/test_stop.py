@@ -176,7 +176,7 @@ def test_signal_after_a_report_leaves_no_stale_checkpoint(fork, tmp_path, check_
 def test_signal_handler_of_the_user_is_kept(tmp_path, check_each_step, two_ranks_per_test):
     requests = []
     before = signal.signal(signal.SIGUSR1, lambda *_: requests.append(requested()))
-    requested = stop_signals.get_requested_stop
+    requested = stop_signals.get_stop_signal
     try:
         model = Model("LocalSGD", rate=SignalAt(0.3, signal.SIGUSR1))
         (report,) = model.epochs(5, 1, checkpoints=CheckpointFolder(tmp_path))
@@ -307,13 +307,13 @@ def test_signal_stops_all_ranks_after_the_same_round():
     loop.meter = SimpleNamespace(time_activity=lambda _: threading.Lock())
     seen = {0: [], 2: []}
     try:
-        stop_signals._requested_stop = signal.SIGTERM
+        stop_signals._stop_signal = signal.SIGTERM
         for rank in (2, 0):
             loop.context = SimpleNamespace(number=rank, size=3, lock=lambda _: ValueContext(lock))
             seen[rank] = [start for batches in loop._iterate_taken_batches() for start in batches.starts]
             assert loop.end == 30 + 4 * 3 * 10  # seven batches of two ranks are four rounds
     finally:
-        stop_signals._requested_stop = 0
+        stop_signals._stop_signal = 0
     assert seen == {2: [30 + 8 * 10, 30 + 11 * 10], 0: [30 + 10 * 10]}
 
 

@@ -239,7 +239,7 @@ class RowRestrictor:
     def check_parameters(self, terms: Variable) -> None:
         """Raise NotRowwiseError if a parameter of `terms` is itself computed from the data.
 
-        The master would compute all rows at each evaluation.
+        Otherwise the master would compute all rows at each evaluation.
         """
         library = get_library(terms)
         nodes = library.sort_nodes([terms])
@@ -258,7 +258,7 @@ class RowRestrictor:
     def fold_row_constants(self, variable: Variable) -> Any:
         """Return a variable that is computed from constants with rows as a constant, any other variable unchanged.
 
-        PyTensor would fold it while compiling; the ranks would compute it at each evaluation.
+        The restricted variable would be computed at each evaluation, since its constants become inputs.
         """
         if variable.owner is None or not self._is_row_constant(variable):
             return variable

@@ -239,7 +239,7 @@ def _restrict_subtensor(restrictor: RowRestrictor, node: Node, axis: int) -> Any
 def _has_stop_computed_as_length(restrictor: RowRestrictor, selection: slice) -> bool:
     """Whether a slice stops at an expression of the data's shapes whose value is the number of rows.
 
-    Each sequence of a loop is cut off behind the shortest one.
+    A loop cuts off each sequence at the length of the shortest one.
     """
     stop = selection.stop
     if stop is None or isinstance(stop, Constant) or selection.step is not None:

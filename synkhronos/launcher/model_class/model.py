@@ -367,7 +367,7 @@ class Model:
 
     def skip_iter(self, count: int) -> None:
         """Skip the first batches of this rank in the epoch, to resume after them."""
-        self.data.skip_training_batches(self.epoch, count)
+        self.data.start_epoch(self.epoch, count)
 
     def reset_iter(self, mode: str) -> None:
         """Restart the validation data, if ``mode`` is "val"."""

@@ -54,10 +54,10 @@ class ModelData:
             batch = next(self._training_batches)
         return batch
 
-    def skip_training_batches(self, epoch: int, count: int) -> None:
-        """Start an epoch after its first ``count`` batches."""
+    def start_epoch(self, epoch: int, first_batch: int) -> None:
+        """Start an epoch at its batch ``first_batch``, counted from 0."""
         self._epoch = -1
-        for _ in range(count):
+        for _ in range(first_batch):
             self.take_training_batch(epoch)
 
     def restart_validation(self) -> None:

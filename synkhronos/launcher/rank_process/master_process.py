@@ -32,7 +32,7 @@ from synkhronos.ranks.child_process import exit_with_parent
 from synkhronos.ranks.errors import Death, describe_rank
 from synkhronos.startup import start_ranks
 from synkhronos.timelines import timeline
-from synkhronos.training.loops.stop_signals import StopSignalHandler, get_requested_stop
+from synkhronos.training.loops.stop_signals import StopSignalHandler, get_stop_signal
 
 
 def main(folder: str, arguments: MasterArguments) -> int:
@@ -111,7 +111,7 @@ def _train(settings: Settings, arguments: MasterArguments) -> int:
     # Before this point there is nothing to save, and signals end the run.  The supervisor limits the time to save.
     with recording, StopSignalHandler(None, stop_flag.data) if settings.saves_on_signal else contextlib.nullcontext():
         is_complete = run(rank_functions.train_model, settings, exchange_rule, shared_arrays, arguments, stop_flag)[0]
-        return COMPLETE_EXIT_CODE if is_complete else 128 + get_requested_stop()
+        return COMPLETE_EXIT_CODE if is_complete else 128 + get_stop_signal()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from synkhronos.launcher.rank_process.memory_checkpoint_writer import MemoryChec
 from synkhronos.launcher.rank_process.model_state import ModelState
 from synkhronos.programs import LocalRows
 from synkhronos.training.loops.batch_loop import BatchLoop, PeriodicExchange
-from synkhronos.training.loops.stop_signals import StopAgreement, StopPoll, get_requested_stop
+from synkhronos.training.loops.stop_signals import StopAgreement, StopPoll, get_stop_signal
 
 
 class BatchStep(NamedTuple):
@@ -134,7 +134,7 @@ class ModelBatchLoop(BatchLoop):
         if not self.exchange_rule.asynchronous:
             return self.is_last_step and self._stop_agreement.agree_on_stop()
         if self.memory_checkpoints:
-            if self._is_memory_checkpoint_new and any(self.context.all_gather(bool(get_requested_stop()))):
+            if self._is_memory_checkpoint_new and any(self.context.all_gather(bool(get_stop_signal()))):
                 return True
             if not self._min_n_batches or self.memory_checkpoints.due_batch < self._min_n_batches:
                 return False

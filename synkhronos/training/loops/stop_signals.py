@@ -29,12 +29,12 @@ DUPLICATE_SIGNAL_SECONDS = 1.0
 #: Approximate number of seconds between two checks for a request, which are exchanges of all ranks or reads of a flag.
 CHECK_INTERVAL_SECONDS = 0.5
 
-_requested_stop = 0
+_stop_signal = 0
 
 
-def get_requested_stop() -> int:
+def get_stop_signal() -> int:
     """Return the number of the signal that requests a stop, or 0."""
-    return _requested_stop
+    return _stop_signal
 
 
 class StopSignalHandler:
@@ -61,21 +61,21 @@ class StopSignalHandler:
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
-        global _requested_stop
+        global _stop_signal
         for number, handler in self._previous_handlers.items():
             restore_handler(number, self._handle_signal, handler)
         if self._signal_time:
-            number, _requested_stop = _requested_stop, 0
+            number, _stop_signal = _stop_signal, 0
             # Without an exception, or when a generator is closed, the caller does not exit by the signal.
             if self._grace_seconds is not None and error_type in (None, GeneratorExit):
                 kill_this_process(number)
             self._is_exiting = error_type is SystemExit
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
-        global _requested_stop
+        global _stop_signal
         now = time.monotonic()
         if not self._signal_time:
-            _requested_stop, self._signal_time = number, now
+            _stop_signal, self._signal_time = number, now
             if self._flag is not None:
                 self._flag[0] = number
             if self._grace_seconds is not None:
@@ -113,7 +113,7 @@ class StopAgreement:
             return False
         elapsed = time.monotonic() - self._exchanged_at
         proposed = adapt_interval_steps(self._interval_steps, elapsed, CHECK_INTERVAL_SECONDS)
-        requests = self._context.all_gather((get_requested_stop(), proposed))
+        requests = self._context.all_gather((get_stop_signal(), proposed))
         self._interval_steps = self._steps_left = min(steps for _, steps in requests)
         self._exchanged_at = time.monotonic()
         return any(number for number, _ in requests)

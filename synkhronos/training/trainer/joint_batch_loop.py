@@ -10,7 +10,7 @@ import numpy as np
 
 from synkhronos import ranks
 from synkhronos.collectives.calls import broadcast
-from synkhronos.training.loops.stop_signals import get_requested_stop
+from synkhronos.training.loops.stop_signals import get_stop_signal
 from synkhronos.training.monitoring.meter import Meter, RankTotals
 from synkhronos.training.trainer.compiled_model import CompiledModel
 from synkhronos.training.trainer.death_recovery import DeathPolicy
@@ -80,7 +80,7 @@ class JointBatchLoop(TrainerBatchLoop):
 
     def decide_stop(self) -> bool:
         """Return True after a signal, or a death that has ended the source or changed the number of rows per step."""
-        return self._is_resized or self.source.has_ended or self.plan.can_stop and bool(get_requested_stop())
+        return self._is_resized or self.source.has_ended or self.plan.can_stop and bool(get_stop_signal())
 
 
 def take_joint_steps(

@@ -15,7 +15,7 @@ from synkhronos.programs import LocalFunction, LocalRows, RankContext
 from synkhronos.programs.rank_context import get_batch_counts_lock
 from synkhronos.training.checkpoints.rank_state import RankStateSpec, restore_own_params, set_params_to_consensus
 from synkhronos.training.loops.batch_loop import PeriodicExchange
-from synkhronos.training.loops.stop_signals import StopAgreement, get_requested_stop
+from synkhronos.training.loops.stop_signals import StopAgreement, get_stop_signal
 from synkhronos.training.monitoring.meter import Meter, RankTotals
 from synkhronos.training.train_function.launch_groups import MAX_LAUNCH_NBYTES
 from synkhronos.training.trainer.epoch_data import BatchLoopPlan, RowSource
@@ -87,7 +87,7 @@ class LocalBatchLoop(TrainerBatchLoop):
             with self.meter.time_activity("load"), get_batch_counts_lock(self.context) as lock:
                 lock.pull(self._batch_counts)
                 n_taken = int(counts[group.start])
-                if plan.can_stop and get_requested_stop() and not counts[-1]:
+                if plan.can_stop and get_stop_signal() and not counts[-1]:
                     # The latest round from which some group has taken a batch.
                     counts[-1] = max(1, *(-(-counts[other.start] // len(other)) for other in plan.rank_groups))
                 last_round = int(counts[-1])

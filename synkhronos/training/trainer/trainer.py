@@ -25,7 +25,7 @@ from synkhronos.exchange_rules import BSP, EAMSGD, ExchangeRule
 from synkhronos.loading import Loader
 from synkhronos.loading.loader import set_row_dtypes
 from synkhronos.training.checkpoints.checkpoint_folder import CheckpointError, CheckpointFolder
-from synkhronos.training.loops.stop_signals import StopSignalHandler, get_requested_stop
+from synkhronos.training.loops.stop_signals import StopSignalHandler, get_stop_signal
 from synkhronos.training.monitoring.report import Report
 from synkhronos.training.monitoring.validation_metrics import parse_metrics
 from synkhronos.training.schedules import Schedule, as_schedule, compute_rate
@@ -257,8 +257,8 @@ class Trainer:
                 warnings.warn(f"Trainer.epochs() has nothing left to train: {reason}", RuntimeWarning, stacklevel=2)
             stack.enter_context(loop.death_policy.enable_recovery())
             yield from loop.train_and_report()
-            if checkpoints is not None and get_requested_stop():
-                raise SystemExit(128 + get_requested_stop())
+            if checkpoints is not None and get_stop_signal():
+                raise SystemExit(128 + get_stop_signal())
 
     def restore_best(self) -> Path:
         """Restore all ranks from the best checkpoint of the last call of `epochs`, and return its path.

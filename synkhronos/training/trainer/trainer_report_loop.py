@@ -32,7 +32,7 @@ from synkhronos.training import schedules
 from synkhronos.training.checkpoints import rank_state
 from synkhronos.training.checkpoints.checkpoint_folder import CheckpointFolder
 from synkhronos.training.loops.report_loop import ReportLoop
-from synkhronos.training.loops.stop_signals import get_requested_stop
+from synkhronos.training.loops.stop_signals import get_stop_signal
 from synkhronos.training.monitoring.best_cost import BestCost
 from synkhronos.training.monitoring.meter import RankTotals, resize_totals
 from synkhronos.training.monitoring.nonfinite import describe_nonfinite
@@ -137,7 +137,7 @@ class TrainerReportLoop(ReportLoop):
 
     def is_stop_requested(self) -> bool:
         """Whether a signal has requested a stop."""
-        return self.checkpoints is not None and bool(get_requested_stop())
+        return self.checkpoints is not None and bool(get_stop_signal())
 
     # -- an interval -----------------------------------------------------------------------------------------
 
@@ -356,7 +356,7 @@ class TrainerReportLoop(ReportLoop):
 
     def save_at_signal(self) -> None:
         """Write a checkpoint between two reports, unless the loss is not finite, and print its path."""
-        message = f"{signal.Signals(get_requested_stop()).name}: training ends"
+        message = f"{signal.Signals(get_stop_signal()).name}: training ends"
         if all(math.isfinite(total.weighted_loss_sum) for total in self.position.totals):
             message += f"; go on with resume={str(self._save())!r}"
         sys.stderr.write(f"{message}\n")
