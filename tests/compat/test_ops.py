@@ -567,6 +567,18 @@ def test_givens_replace_the_softmax_of_a_loss():
     np.testing.assert_allclose(f(draw_normal(2, 3), np.full((2, 3), 0.5)), np.log(2) * np.ones(2))
 
 
+@pytest.mark.parametrize("shape", [(2, 3), (2, 1), (1, 3), (1, 1)])
+def test_softmax_cancels_quotients_of_broadcast_numerators(shape):
+    numerator = draw_normal(*shape)
+    x, r = pt.dmatrix("x"), pt.TensorType("float64", [1 if n == 1 else None for n in shape])("r")
+    p = softmax(x)
+    gradients = [pytensor.grad(None, x, known_grads={p: g}) for g in (r / p, -(r / p), r + r / p)]
+    *computed, probabilities = compute_in_mode("FAST_COMPILE", [x, r], [*gradients, p], FAR, numerator)
+    for product, gradient in zip((numerator, -numerator, numerator * probabilities + numerator), computed, strict=True):
+        product = np.broadcast_to(product, (2, 3))
+        np.testing.assert_allclose(gradient, product - probabilities * product.sum(axis=1, keepdims=True), rtol=1e-12)
+
+
 def test_second_derivatives_through_softmax_equal_finite_differences():
     verify_gradient(lambda x: pytensor.grad((crossentropy(softmax(x), CLASSES) ** 2).sum(), x), draw_normal(2, 3))
 
@@ -576,8 +588,20 @@ def test_crossentropy_refuses_wrong_classes():
         crossentropy(pt.matrix(), pt.vector())
     with pytest.raises(TypeError, match="a matrix and a vector"):
         crossentropy(pt.matrix(), pt.lmatrix())
-    with pytest.raises(ValueError, match="row of probabilities"):
-        ClassCrossentropy().compute(np.ones((2, 2)), np.zeros(3, int))
+    p, classes = pt.matrix(), pt.lvector()
+    for mode in ("FAST_COMPILE", "JAX"):
+        for n_rows in (1, 2):  # XLA would broadcast a single row
+            with pytest.raises(ValueError, match=f"classes: expected {n_rows}, one for each row of probabilities"):
+                compute_in_mode(mode, [p, classes], crossentropy(p, classes), np.ones((n_rows, 2), p.dtype), [0, 0, 0])
+
+
+def test_crossentropy_accepts_all_integers():
+    p = np.array([[0.25, 0.75]])
+    for dtype in ("int8", "uint64"):
+        classes = pt.vector(dtype=dtype)
+        for mode in ("FAST_COMPILE", "JAX"):
+            loss = compute_in_mode(mode, [classes], crossentropy(p, classes), np.array([1], dtype))
+            np.testing.assert_allclose(loss, -np.log(0.75), rtol=1e-6)
 
 
 def test_softmax_op_extends_that_of_pytensor():

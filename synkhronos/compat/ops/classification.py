@@ -33,16 +33,15 @@ class Softmax(special.Softmax):
 
 
 def _multiply_and_cancel(g: Any, p: Any) -> Any:
-    """Return ``g * p``, with divisions by ``p`` within the expression ``g`` cancelled.  Both have one shape."""
-    if g.owner is not None and g.type.ndim == p.type.ndim:
+    """Return ``g * p`` in the shape of ``p``, with divisions by ``p`` within the expression ``g`` cancelled."""
+    if g.owner is not None and isinstance(g.owner.op, Elemwise):
         op, inputs = g.owner.op, g.owner.inputs
-        if isinstance(op, Elemwise):
-            if op == pt.true_div and (inputs[1] is p or _is_masked_quotient(inputs[0], inputs[1], p)):
-                return inputs[0] + pt.zeros_like(p) if inputs[0].type.ndim != p.type.ndim else inputs[0]
-            if op == pt.neg:
-                return -_multiply_and_cancel(inputs[0], p)
-            if op == pt.add and all(i.type.ndim == p.type.ndim for i in inputs):
-                return pt.add(*(_multiply_and_cancel(i, p) for i in inputs))
+        if op == pt.true_div and (inputs[1] is p or _is_masked_quotient(inputs[0], inputs[1], p)):
+            return pt.second(p, inputs[0])  # the quotient has the shape of p, its numerator may be broadcast
+        if op == pt.neg:
+            return -_multiply_and_cancel(inputs[0], p)
+        if op == pt.add:
+            return pt.add(*(_multiply_and_cancel(i, p) for i in inputs))
     return g * p
 
 
@@ -76,7 +75,7 @@ class ClassCrossentropy(NumpyOp):
         p, classes = pt.as_tensor_variable(p), pt.as_tensor_variable(classes)
         if p.ndim != 2 or classes.ndim != 1:
             raise TypeError(f"crossentropy: expected a matrix and a vector, got {p.type} and {classes.type}")
-        if classes.dtype not in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32"):
+        if np.dtype(classes.dtype).kind not in "iu":
             raise TypeError(f"classes: expected integers, got {classes.dtype}")
         return Apply(self, [p, classes], [TensorType(p.dtype, shape=classes.type.shape)()])
 
@@ -84,10 +83,14 @@ class ClassCrossentropy(NumpyOp):
         """Return the shape (rows,)."""
         return (p[0],)
 
-    def compute(self, p: np.ndarray, classes: np.ndarray) -> np.ndarray:
-        """Select the probability of each row's class, and compute its logarithm."""
+    def check_row_counts(self, p: Any, classes: Any) -> None:
+        """Raise ValueError unless there is one class for each row of probabilities."""
         if len(p) != len(classes):
             raise ValueError(f"classes: expected {len(p)}, one for each row of probabilities, got {len(classes)}")
+
+    def compute(self, p: np.ndarray, classes: np.ndarray) -> np.ndarray:
+        """Select the probability of each row's class, and compute its logarithm."""
+        self.check_row_counts(p, classes)
         selected = p[np.arange(len(p)), classes]
         with np.errstate(divide="ignore"):
             return -selected if self.takes_log_probabilities else -np.log(selected)
@@ -126,5 +129,6 @@ def rewrite_crossentropy_of_softmax(fgraph: Any, node: Any) -> Any:
 def _lower_class_crossentropy(op: ClassCrossentropy, p: Any, classes: Any) -> Any:
     import jax.numpy as jnp
 
+    op.check_row_counts(p, classes)
     selected = jnp.take_along_axis(p, classes[:, None], axis=1)[:, 0]
     return -selected if op.takes_log_probabilities else -jnp.log(selected)
