@@ -27,7 +27,6 @@ from synkhronos.hosts.host_list import Host, compute_ranks_by_host, describe_hos
 from synkhronos.hosts.pipes import LinkMemory
 from synkhronos.ranks import ArrayLocation, Command, RowAccess
 from synkhronos.ranks.child_process import JOB_SIGNALS
-from synkhronos.ranks.command import find_nested_row_accesses
 from synkhronos.ranks.control_memory import MAILBOX_NBYTES, ControlMemory
 from synkhronos.ranks.errors import Death, ReconnectError, SessionFailure, describe_exit
 from synkhronos.ranks.interrupts import defer_signals
@@ -253,7 +252,10 @@ class MpiLink(Link):
         accesses_by_host: list[list[RowAccess]] = []
         for name, ranks in zip(self.host_names, self.ranks_by_host, strict=True):
             accesses_by_host.append([])
-            for access in find_nested_row_accesses((command, command_location), self.size, ranks):
+            accesses = list(command.find_row_accesses(self.size, ranks))
+            if command_location is not None:
+                accesses.append(RowAccess(command_location))
+            for access in accesses:
                 local_rows = access.array.find_local_rows(self.size, ranks)
                 if local_rows is None:
                     accesses_by_host[-1].append(access)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import io
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -61,10 +61,12 @@ class Command(ABC):
     def find_row_accesses(self, size: int, host_ranks: range) -> Iterator[RowAccess]:
         """Yield the rows of shared memory that the command accesses on ``host_ranks``, the ranks of a host.
 
-        The default is all rows of all arrays in the command's fields, and the accesses of commands in its fields.
+        The default is all rows of all arrays that the command's pickle contains, and the accesses of commands in it.
         ``size`` is the number of all ranks.
         """
-        return find_nested_row_accesses(_get_nested_values(self), size, host_ranks)
+        finder = _RowAccessFinder(self, size, host_ranks)
+        finder.dump(self)
+        yield from finder.accesses
 
     def without_rank(self, rank_number: int) -> Command:
         """Return this command without the entries of a rank that is left out; the entries of later ranks move down."""
@@ -86,26 +88,23 @@ class OversizedCommand(Command):
         return command.run(rank)
 
 
-def find_nested_row_accesses(value: object, size: int, host_ranks: range) -> Iterator[RowAccess]:
-    """Yield the row accesses of a value in a command, and of its items and fields.
+class _RowAccessFinder(pickle.Pickler):
+    """Pickler that finds the row accesses of a command, for the parameters of `Command.find_row_accesses`.
 
-    For the parameters see `Command.find_row_accesses`.
+    A pickle reaches everything that ranks receive: items, attributes, slots, and what ``__reduce__`` returns.
     """
-    if isinstance(value, ArrayLocation):
-        yield RowAccess(value)
-    elif isinstance(value, Command):
-        yield from value.find_row_accesses(size, host_ranks)
-    else:
-        for nested in _get_nested_values(value):
-            yield from find_nested_row_accesses(nested, size, host_ranks)
 
+    def __init__(self, command: Command, size: int, host_ranks: range):
+        super().__init__(io.BytesIO(), pickle.HIGHEST_PROTOCOL)
+        self._command, self._size, self._host_ranks = command, size, host_ranks
+        self.accesses: list[RowAccess] = []
 
-def _get_nested_values(value: object) -> list[Any]:
-    """Return the items of a sequence, or the values of the fields of a dataclass or a class with slots."""
-    if isinstance(value, tuple | list):
-        return list(value)
-    if dataclasses.is_dataclass(value):
-        return [getattr(value, field.name) for field in dataclasses.fields(value)]
-    if isinstance(value, range | slice):
-        return []
-    return [getattr(value, name) for name in getattr(value, "__slots__", ())]
+    def persistent_id(self, value: object) -> str | None:
+        """Record an array or a nested command, and return a name in place of its pickle; None for other values."""
+        if isinstance(value, ArrayLocation):
+            self.accesses.append(RowAccess(value))
+        elif isinstance(value, Command) and value is not self._command:
+            self.accesses += value.find_row_accesses(self._size, self._host_ranks)
+        else:
+            return None
+        return "recorded"

@@ -5,7 +5,6 @@ from typing import Any
 
 from synkhronos.functions.call import Call, ScatteredInput
 from synkhronos.ranks import ArrayLocation, Command, RowAccess
-from synkhronos.ranks.command import find_nested_row_accesses
 
 A, B, C, D = (ArrayLocation(key, "i8", (6,)) for key in range(1, 5))
 
@@ -19,24 +18,38 @@ class WithFields(Command):
         """Do nothing."""
 
 
-class WithSlots(Command):
-    __slots__ = ("array",)
-
-    def __init__(self, array):
-        self.array = array
+class WithAttributes(Command):
+    def __init__(self, value):
+        self.value = value
 
     def run(self, rank):
         """Do nothing."""
+
+
+class WithSlots(Command):
+    __slots__ = ("value",)
+
+    def __init__(self, value):
+        self.value = value
+
+    def run(self, rank):
+        """Do nothing."""
+
+
+class WithInheritedSlots(WithSlots):
+    __slots__ = ()
 
 
 def make_call(inputs, batch_s=None):
     return Call("key", None, False, inputs, 6, batch_s, 1, False)
 
 
-def test_command_accesses_all_arrays_in_its_fields_by_default():
-    command = WithFields(A, [(B, slice(1, 2)), range(3), "text", WithSlots(C)])
-    assert list(command.find_row_accesses(2, range(1, 2))) == [RowAccess(A), RowAccess(B), RowAccess(C)]
-    assert list(find_nested_row_accesses((command, D), 2, range(2)))[-1] == RowAccess(D)
+def test_command_accesses_all_arrays_in_its_pickle_by_default():
+    command = WithFields(A, [(B, slice(1, 2)), range(3), {"text": WithAttributes({C})}, WithInheritedSlots(D)])
+    assert list(command.find_row_accesses(2, range(1, 2))) == [RowAccess(array) for array in (A, B, C, D)]
+    cyclic = WithAttributes([A])
+    cyclic.value.append(cyclic.value)
+    assert list(cyclic.find_row_accesses(2, range(1, 2))) == [RowAccess(A)]
 
 
 def test_call_accesses_the_rows_of_its_ranks():
