@@ -30,14 +30,14 @@ def get_state(schedule: Schedule) -> dict[str, Any]:
     if base is None:
         return {}
     best = {} if math.isinf(base.best) else {"best": base.best}
-    return {"identity": base._identity, "rate": base.rate, "n_reports_since_best": base.n_reports_since_best, **best}
+    return {"identity": base._identity, "rate": base.rate, "n_bad_reports": base.n_bad_reports, **best}
 
 
 def set_state(schedule: Schedule, state: Mapping[str, Any]) -> None:
     """Restore a state from `get_state`.  Do nothing if its schedule had another class or initial rate."""
     base = _find_plateau(schedule)
     if base is not None and state.get("identity") == base._identity:
-        base.rate, base.n_reports_since_best = state["rate"], state["n_reports_since_best"]
+        base.rate, base.n_bad_reports = state["rate"], state["n_bad_reports"]
         base.best = state.get("best", math.inf)
 
 
@@ -45,7 +45,7 @@ def reset_best(schedule: Schedule) -> None:
     """Reset the best value of `plateau`, before it observes another quantity.  Its rate is unchanged."""
     base = _find_plateau(schedule)
     if base is not None:
-        base.best, base.n_reports_since_best = math.inf, 0
+        base.best, base.n_bad_reports = math.inf, 0
 
 
 def _find_plateau(schedule: Any) -> plateau | None:
@@ -213,9 +213,16 @@ class plateau:  # noqa: N801
     factor : float
         Multiplies the rate; below 1.
     patience : int
-        Number of reports without an improvement before the rate falls.
+        Number of successive reports without an improvement after which the rate falls.
     min_rate : float
         Lower bound of the rate, at most ``rate``.
+
+    Attributes
+    ----------
+    best : float
+        Best value of validation so far.
+    n_bad_reports : int
+        Number of reports without an improvement since the best value, or since the rate last fell.
 
     Examples
     --------
@@ -231,7 +238,7 @@ class plateau:  # noqa: N801
     patience: int = 5
     min_rate: float = 0.0
     best: float = field(default=math.inf, init=False)
-    n_reports_since_best: int = field(default=0, init=False)
+    n_bad_reports: int = field(default=0, init=False)
     initial_rate: float = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -254,8 +261,8 @@ class plateau:  # noqa: N801
     def observe(self, value: float) -> None:
         """Compare a value of validation with the best one, and lower the rate after ``patience`` worse ones."""
         if value < self.best:
-            self.best, self.n_reports_since_best = value, 0
+            self.best, self.n_bad_reports = value, 0
             return
-        self.n_reports_since_best += 1
-        if self.n_reports_since_best >= self.patience:
-            self.rate, self.n_reports_since_best = max(self.min_rate, self.rate * self.factor), 0
+        self.n_bad_reports += 1
+        if self.n_bad_reports >= self.patience:
+            self.rate, self.n_bad_reports = max(self.min_rate, self.rate * self.factor), 0

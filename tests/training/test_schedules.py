@@ -37,13 +37,22 @@ def test_schedules_can_be_combined():
     assert schedule(3) == pytest.approx(0.2)
 
 
+def test_rate_stays_at_its_minimum():
+    plateau = schedules.plateau(0.1, factor=0.5, patience=1, min_rate=0.04)
+    rates = []
+    for _ in range(4):
+        plateau.observe(1.0)
+        rates.append(plateau(0))
+    assert rates == [0.1, 0.05, 0.04, 0.04]
+    assert schedules.cosine(0.1, epochs=5, min_rate=0.04)(6) == pytest.approx(0.04)
+
+
 def test_restored_schedule_continues_alike():
     schedule, other = make_schedule(), make_schedule()
-    for value in (1.0, 1.1, 1.2):
+    for value in (1.0, 1.1, 1.2, 1.3):  # the rate has fallen, and one bad report is counted
         schedule.observe(value)
     set_state(other, get_state(schedule))
     for restored in (schedule, other):
-        restored.observe(5.0)
         restored.observe(5.0)
     assert other(3) == schedule(3) == pytest.approx(0.1)
 
@@ -56,7 +65,7 @@ def test_reset_best_keeps_the_rate():
     assert get_state(schedule) == {
         "identity": ["plateau", 0.1],
         "rate": pytest.approx(0.05),
-        "n_reports_since_best": 0,
+        "n_bad_reports": 0,
     }
     user_schedule = UserSchedule(best=-math.inf)  # of a metric for which more is better
     reset_best(schedules.scaled(user_schedule, 2))
@@ -67,7 +76,7 @@ def test_restored_state_without_a_report_has_no_best_value():
     schedule = make_schedule()
     schedule.observe(0.5)
     set_state(schedule, get_state(schedules.plateau(0.1, 0.5, 2)))  # of a checkpoint before the first value
-    assert get_state(schedule) == {"identity": ["plateau", 0.1], "rate": 0.1, "n_reports_since_best": 0}
+    assert get_state(schedule) == {"identity": ["plateau", 0.1], "rate": 0.1, "n_bad_reports": 0}
 
 
 # A schedule of the epoch has no state.
