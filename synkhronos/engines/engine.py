@@ -137,13 +137,18 @@ class Engine:
         """Wrap a compiled function.  With ``allows_opaque_outputs``, only `fetch_outputs` reads its outputs."""
         return Runner(function)
 
+    def can_fuse_steps(self, rank: Rank) -> bool:
+        """Whether `fuse_step` can fuse steps of these ranks; the same on all of them.  Default: if it is overridden."""
+        return type(self).fuse_step is not Engine.fuse_step
+
     def fuse_step(
         self, rank: Rank, gradient: Runner, exchange: GradientExchange, updates: Sequence[Runner], n_repeats: int
     ) -> Runner | None:
         """Fuse the functions of ``n_repeats`` steps, with the exchange between them, into one launch.
 
-        ``exchange`` exchanges the variable that ``gradient`` updates and ``updates`` read.  Return None if this engine
-        can't fuse them.
+        ``exchange`` exchanges the variable that ``gradient`` updates and ``updates`` read.  Return None if this rank
+        can't fuse them.  Other ranks may be able to: the commands of a training step compare this, and fuse the step on
+        all ranks or on none.
         """
         return None
 

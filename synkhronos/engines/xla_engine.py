@@ -38,15 +38,13 @@ class XlaEngine(LazyEngine):
         """Make an executable, which returns scalars as log entries if outputs may be any objects."""
         return Executable([JaxFunction(function, n_inputs)], logs_scalars=allows_opaque_outputs)
 
+    def can_fuse_steps(self, rank: Rank) -> bool:
+        return rank.size == 1 or JAX.is_on_gpu
+
     def fuse_step(
         self, rank: Rank, gradient: Runner, exchange: GradientExchange, updates: Sequence[Runner], n_repeats: int
     ) -> Runner | None:
-        """Fuse executables and NCCL's collectives into one launch.  Return None if that is impossible.
-
-        Ranks may decide differently, since a fused training step has the same collectives as an unfused one.  The step
-        commands compare the ranks' decisions for several steps and for a sharded optimizer, and raise RuntimeError if a
-        step without a comparison of plans can't be fused.
-        """
+        """Fuse executables and NCCL's collectives into one launch.  Return None if that is impossible on this rank."""
         executables = [runner for runner in updates if isinstance(runner, Executable)]
         assert isinstance(gradient, Executable) and len(executables) == len(updates)
         if rank.size == 1:

@@ -195,6 +195,30 @@ def test_later_steps_do_not_compare_plans(monkeypatch, two_ranks_per_test):
 
 
 @needs_jax
+@pytest.mark.parametrize(
+    ("n_steps", "options"), [(1, {}), (1, {"exchange_dtype": "bfloat16"}), (1, {"shard_optimizer": True}), (3, {})]
+)
+def test_no_rank_fuses_a_step_that_the_master_cannot_fuse(n_steps, options, two_ranks_per_test):
+    x, y = T.dmatrix("x"), T.dvector("y")
+    data = RNG.normal(size=(10, 3)), RNG.normal(size=10)
+    made = []
+    for make in (make_train_function, make_train_function_serial):
+        w = shared(np.zeros(3), "w")
+        kwargs = options if make is make_train_function else {}
+        made += [make(((x.dot(w) - y) ** 2).mean(), [w], x, y, updates.momentum, learning_rate=0.1, **kwargs), w]
+    train, w, train_alone, w_alone = made
+    tolerance = 0.02 if "exchange_dtype" in options else 1e-7
+    for _ in range(3):
+        for _ in range(2):
+            with time_limit(FAULT_LIMIT):
+                losses = train.steps(*data, [8] * n_steps)
+            expected = [train_alone(*data, 8) for _ in range(n_steps)]
+            np.testing.assert_allclose(np.array(losses, float), expected, rtol=tolerance)
+            np.testing.assert_allclose(synk.gather(w), [w_alone.get_value()] * 2, rtol=tolerance)
+        train.grad_shared.set_value(np.zeros_like(train.grad_shared.get_value()))  # a NumPy array, in the master alone
+
+
+@needs_jax
 def test_step_is_taken_on_no_rank_if_a_worker_has_lost_its_connection(two_ranks_per_test):
     step, w, alone = make_training_steps()
     for _ in range(2):

@@ -43,10 +43,10 @@ class _StepCommandFields(NamedTuple):
     n_tail_items: int = 1
     #: Number of steps in one launch.  The rows of each rank are ordered by steps.
     n_steps: int = 1
-    #: Whether every rank has rows.  If not, no rank fuses the step: a rank without rows cannot fuse it, and a fused
-    #: step may send the gradient in other chunks, or in another dtype.
+    #: Whether every rank has rows.  If not, no rank fuses the step.
     every_rank_has_rows: bool = True
-    #: Whether the ranks launch the fused step without comparing their plans; see `can_skip_plan_check`.
+    #: Whether the ranks launch the fused step without comparing their plans, and whether they can fuse it; see
+    #: `can_skip_plan_check`.
     skips_plan_check: bool = False
 
 
@@ -76,14 +76,14 @@ class StepCommand(_StepCommandFields, Command):
         update_rank_call = self.update_call.compile_and_bind(rank)
         fused_runner = None
         if self.every_rank_has_rows:
-            fused_runner = fuse_calls(rank, self, gradient_rank_call, [update_rank_call], self.n_steps)
-        if self.skips_plan_check and fused_runner is None:
-            raise RuntimeError(f"rank {rank.number} cannot fuse the step, although it has fused the last one")
-        if self.n_steps > 1 and not all(rank.all_gather_if_different(fused_runner is not None)):
+            fused_runner = fuse_calls(
+                rank, self, gradient_rank_call, [update_rank_call], self.n_steps, self.skips_plan_check
+            )
+        if fused_runner is not None:
+            return gradient_rank_call.run(fused_runner), []
+        if self.n_steps > 1:
             return None
-        if fused_runner is None:
-            return self._run_in_parts(rank, gradient_rank_call, update_rank_call)
-        return gradient_rank_call.run(fused_runner), []
+        return self._run_in_parts(rank, gradient_rank_call, update_rank_call)
 
     def _run_in_parts(self, rank: Rank, gradient_rank_call: RankCall, update_rank_call: RankCall) -> tuple[Any, Any]:
         """Run the gradient, the all-reduce and the update one after another.  Return both functions' outputs."""
@@ -129,9 +129,10 @@ class StepCommand(_StepCommandFields, Command):
 class _FusedStepPlans(BoundedCache[AllReduceValues, tuple[AllReducePlan, int]]):
     """Plan of the last fused step of each all-reduce, and the number of the step's command.
 
-    If no command has failed since, all ranks have this plan and have fused the step, so that the next step may skip the
-    comparison of digests.  The plans that `AllReduceValues.agree_on_plan` caches are always compared: a rank may have
-    made its plan in a command that failed on others, or in an all-reduce without a fused step.
+    If no command has failed since, all ranks have this plan and have fused the step.  So the next step may skip both
+    comparisons, of digests and of whether each rank can fuse the step.  The plans that `AllReduceValues.agree_on_plan`
+    caches are always compared: a rank may have made its plan in a command that failed on others, or in an all-reduce
+    without a fused step.
     """
 
 
@@ -151,21 +152,35 @@ def fuse_calls(
     gradient_rank_call: RankCall,
     update_rank_calls: Sequence[RankCall],
     n_steps: int = 1,
+    skips_comparison: bool = False,
 ) -> Runner | None:
-    """Return the fused launch of a gradient, its exchange and updates, or None if this rank cannot fuse them."""
+    """Return the fused launch of a gradient, its exchange and updates; None on all ranks if some rank cannot fuse them.
+
+    A fused step has other barriers than an unfused one, and may send the gradient in other chunks or in another dtype.
+    A rank may be the only one that cannot fuse it, such as the master after ``grad_shared.set_value``.  So the ranks
+    compare whether they can, by a barrier.  With ``skips_comparison``, RuntimeError is raised on a rank that cannot.
+    """
+    # These conditions are the same on all ranks.
     if gradient_rank_call.compiled.n_rank_means:
         return None  # Python exchanges the means within the launch, and waits for its end
-    computation = gradient_rank_call.computation
-    if not gradient_rank_call.has_rows or gradient_rank_call.call.is_sliced:
+    call, computation = gradient_rank_call.call, gradient_rank_call.computation
+    engine = computation.engine
+    if call.is_sliced or not engine.can_fuse_steps(rank):
         return None
-    if gradient_rank_call.call.may_need_compile and computation.compile_order == CompileOrder.AT_FIRST_CALL:
+    if call.may_need_compile and computation.compile_order == CompileOrder.AT_FIRST_CALL:
         return None  # the master makes this call first, alone: in a fused launch it would wait for the others
-    runners = []
-    for update_rank_call in update_rank_calls:
-        if update_rank_call.computation.engine is not computation.engine:
-            return None
-        runners.append(update_rank_call.compiled.runner)
-    return computation.engine.fuse_step(rank, gradient_rank_call.compiled.runner, exchange, runners, n_steps)
+    if any(update_rank_call.computation.engine is not engine for update_rank_call in update_rank_calls):
+        return None
+    fused_runner = None
+    if gradient_rank_call.has_rows:
+        updates = [update_rank_call.compiled.runner for update_rank_call in update_rank_calls]
+        fused_runner = engine.fuse_step(rank, gradient_rank_call.compiled.runner, exchange, updates, n_steps)
+    if skips_comparison:
+        if fused_runner is None:
+            raise RuntimeError(f"rank {rank.number} cannot fuse the step, although it has fused the last one")
+    elif rank.size > 1 and not all(rank.all_gather_if_different(fused_runner is not None)):
+        return None
+    return fused_runner
 
 
 class _ShardedStepCommandFields(NamedTuple):
@@ -218,7 +233,7 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
         self._store_rank_number(rank)
         if self.n_steps == 1 and get_rank_device(rank).needs_gpu:
             fused_runner = fuse_calls(rank, self, gradient_rank_call, [shard_rank_call, parameter_rank_call])
-            if all(rank.all_gather_if_different(fused_runner is not None)):
+            if fused_runner is not None:
                 return gradient_rank_call.run(fused_runner), []
 
         variables = rank.get_object(self.matrix_key), rank.get_object(self.row_key)
