@@ -103,7 +103,7 @@ class EASGD(CentreRule):
         """Move the rank and the centre towards each other.  The caller has acquired the lock."""
         state.update_with_shared("centre", lambda x, get_block: move_together(x, get_block(), alpha))
 
-    def _get_exchanged_vector(self, state: ExchangeState) -> Any:
+    def _get_exchanged_vector(self, state: ExchangeState) -> Array:
         """Return x^i, the vector that is exchanged."""
         return state.vector
 
@@ -163,12 +163,12 @@ class EAMSGD(EASGD):
         rows.write(centre + distance)
         state.vector = state.vector - distance
 
-    def _get_exchanged_vector(self, state: ExchangeState) -> Any:
+    def _get_exchanged_vector(self, state: ExchangeState) -> Array:
         """Return x, from parameters x + δv and the velocity v."""
         return state.vector - self.momentum * state.velocity
 
 
-def read_centre(context: RankContext, state: ExchangeState) -> Any:
+def read_centre(context: RankContext, state: ExchangeState) -> Array:
     """Return a copy of the centre, on the device of the parameters."""
     with context.lock(CENTRE_LOCK) as lock:
         lock.pull(state.shared_rows["centre"])

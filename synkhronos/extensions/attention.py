@@ -43,7 +43,7 @@ def dot_product_attention(
     *,
     scale: float | None = None,
     is_causal: bool = False,
-) -> Any:
+) -> Variable:
     """Return ``softmax(query @ key.T * scale) @ value`` for each head.
 
     Parameters
@@ -122,7 +122,7 @@ class _AttentionOp(Op):
     def __init__(self, scale: float | None, is_causal: bool):
         self.scale, self.is_causal = scale, is_causal
 
-    def decompose(self, *inputs: Any) -> list[Any]:
+    def decompose(self, *inputs: Any) -> list[Variable]:
         """Return the outputs, computed by products and softmax."""
         raise NotImplementedError
 
@@ -135,7 +135,7 @@ class _AttentionOp(Op):
 
     def pullback(
         self, inputs: Sequence[Variable], outputs: Sequence[Variable], cotangents: Sequence[Variable]
-    ) -> list[Any]:
+    ) -> list[Variable]:
         """Return the gradients of the decomposition."""
         copies = [variable.copy() for variable in inputs]  # one variable may be two inputs
         differentiable = [copy for copy in copies if copy.dtype != "bool"]
@@ -147,7 +147,7 @@ class _AttentionOp(Op):
 
     def L_op(
         self, inputs: Sequence[Variable], outputs: Sequence[Variable], output_grads: Sequence[Variable]
-    ) -> list[Any]:  # noqa: N802 - PyTensor's name
+    ) -> list[Variable]:  # noqa: N802 - PyTensor's name
         """Return the gradients: PyTensor before 3.0 calls this method, newer versions `pullback`."""
         return self.pullback(inputs, outputs, output_grads)
 
@@ -171,7 +171,7 @@ class Attention(_AttentionOp):
         """Return the shape of the query."""
         return [arguments[-1][0]]
 
-    def decompose(self, query: Variable, key: Variable, value: Variable, *masks: Variable) -> list[Any]:
+    def decompose(self, query: Variable, key: Variable, value: Variable, *masks: Variable) -> list[Variable]:
         """Return the output, computed by products and softmax."""
         dtype = "float64" if query.dtype == "float64" else "float32"
         # (batch, heads, length, width)
@@ -188,7 +188,7 @@ class Attention(_AttentionOp):
 
     def pullback(
         self, inputs: Sequence[Variable], outputs: Sequence[Variable], cotangents: Sequence[Variable]
-    ) -> list[Any]:
+    ) -> list[Variable]:
         """Return the gradients: outputs of `AttentionGradient`."""
         gradients = AttentionGradient(self.scale, self.is_causal)(*inputs, *cotangents)
         return [*gradients, *[disconnected_type() for _ in inputs[3:]]]
@@ -208,14 +208,14 @@ class AttentionGradient(_AttentionOp):
         """Return the shapes of query, key and value."""
         return list(arguments[-1][:3])
 
-    def decompose(self, *inputs: Any) -> list[Any]:
+    def decompose(self, *inputs: Any) -> list[Variable]:
         """Return the gradients of the decomposition of attention."""
         forward = Attention(self.scale, self.is_causal)
         return _AttentionOp.pullback(forward, inputs[:-1], [], inputs[-1:])[:3]
 
 
 @node_rewriter([_AttentionOp])
-def _rewrite_attention(fgraph: FunctionGraph, node: Node) -> list[Any]:
+def _rewrite_attention(fgraph: FunctionGraph, node: Node) -> list[Variable]:
     """Decompose attention into products and softmax."""
     return node.op.decompose(*node.inputs)
 

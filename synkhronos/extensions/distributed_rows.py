@@ -25,6 +25,7 @@ from synkhronos.extensions.row_slices import compute_queued_slice_bounds, comput
 from synkhronos.graph_libraries import get_library
 from synkhronos.ranks import Command, Rank, Session
 from synkhronos.replication.replicator import distribute_variables
+from synkhronos.variable_types import Array
 
 __all__ = ["ComputedRows", "DistributedRows", "get_rows", "get_values"]
 
@@ -126,7 +127,7 @@ class DistributedRows:
         rows = map(get_rows, self._sources)
         self.inherited_rows = [v if isinstance(v, Data) else np.ascontiguousarray(v) for v in rows]
 
-    def _list_arrays(self) -> list[Any]:
+    def _list_arrays(self) -> list[Array]:
         """Return the arrays that the rows depend on.  They are the same objects until ``set_value`` is called."""
         return [
             get_values(data)
@@ -197,12 +198,12 @@ def _count_rows(variables: Iterable[Variable], values: Sequence[Any]) -> int:
     return lengths[0]
 
 
-def get_rows(source: Any) -> Any:
+def get_rows(source: Any) -> Array:
     """Return the current rows of an array, a shared variable, a `Data` or a `ComputedRows`."""
     return source.compute() if isinstance(source, ComputedRows) else get_values(source)
 
 
-def get_values(data: Any) -> Any:
+def get_values(data: Any) -> Array:
     """Return the current array of a shared variable, or an array or a `Data` as it is."""
     return data.get_value(borrow=True) if isinstance(data, SharedVariable) else data
 
@@ -224,7 +225,7 @@ def _compute_fingerprint(values: Any) -> Any:
     return array.shape, array[::step].tobytes(), flat[::step].tobytes()
 
 
-def _make_shared(variable: Variable) -> Any:
+def _make_shared(variable: Variable) -> SharedVariable:
     """Return the shared variable that holds each rank's rows."""
     shape = [0, *(length or 0 for length in variable.type.shape[1:])]
     return pytensor.shared(np.zeros(shape, variable.dtype), variable.name, shape=variable.type.shape)

@@ -66,7 +66,7 @@ _numbers = itertools.count()
 _sums: weakref.WeakValueDictionary[tuple[int, int], DistributedSum] = weakref.WeakValueDictionary()
 
 
-def sum_over_rows(terms: Variable, rows: Mapping[Any, Any], name: str | None = None) -> Any:
+def sum_over_rows(terms: Variable, rows: Mapping[Any, Any], name: str | None = None) -> Variable:
     """Return an expression for the sum of terms over all rows, which the ranks compute.
 
     Parameters
@@ -173,7 +173,7 @@ class DistributedSum:
     def __reduce__(self) -> Any:
         return _get_sum, (self._key, self.name)
 
-    def rewrite_before_gradient(self, total: Any) -> Any:
+    def rewrite_before_gradient(self, total: Any) -> Variable:
         """Rewrite the sum before its gradient is built."""
         return rewrite_graph(total, include=("canonicalize", "stabilize"))
 
@@ -194,7 +194,7 @@ class DistributedSum:
         return HessianProduct(self)
 
     @cached_property
-    def _value_and_gradients(self) -> list[Any]:
+    def _value_and_gradients(self) -> list[Variable]:
         # Rewrite before differentiating, as PyMC does: otherwise gradients far from the data are less exact.  Rewrites
         # change a graph in place, so a clone is rewritten.
         total = self.rewrite_before_gradient(clone_replace(self.total))
@@ -233,7 +233,7 @@ class DistributedSum:
         checks: list[Any] = []
         failures: list[Any] = []
 
-        def replace_check(check: Any, value: Any, *conditions: Any) -> Any:
+        def replace_check(check: Any, value: Any, *conditions: Any) -> Variable:
             condition = reduce(pt.and_, conditions)
             if not set(self.rows.shareds).isdisjoint(ancestors([condition])):
                 checks.append(check)
@@ -428,7 +428,7 @@ class _DistributedSumOp(Op):
         """Return, for each input, whether the outputs are differentiable with respect to it."""
         return [[variable.dtype in float_dtypes] * len(node.outputs) for variable in node.inputs]
 
-    def L_op(self, inputs: Variables, outputs: Variables, output_grads: Variables) -> list[Any]:  # noqa: N802 - PyTensor's name
+    def L_op(self, inputs: Variables, outputs: Variables, output_grads: Variables) -> list[Variable]:  # noqa: N802 - PyTensor's name
         """Return the gradients: PyTensor before 3.0 calls this method, newer versions `pullback`."""
         return self.pullback(inputs, outputs, output_grads)
 
@@ -436,7 +436,7 @@ class _DistributedSumOp(Op):
         """Return the outputs' shapes, which are the parameters' shapes."""
         return [arguments[-1][i] for i in self.sum.float_positions]
 
-    def pullback(self, inputs: Variables, outputs: Variables, cotangents: Variables) -> list[Any]:
+    def pullback(self, inputs: Variables, outputs: Variables, cotangents: Variables) -> list[Variable]:
         """Return the gradients with respect to the inputs."""
         raise NotImplementedError
 
@@ -444,7 +444,7 @@ class _DistributedSumOp(Op):
         converted = [input_type.filter_variable(x) for input_type, x in zip(input_types, inputs, strict=True)]
         return Apply(self, converted, [output_type() for output_type in output_types])
 
-    def _align_with_params(self, gradients: Sequence[Any]) -> list[Any]:
+    def _align_with_params(self, gradients: Sequence[Any]) -> list[Variable]:
         """Return one gradient for each parameter: disconnected ones for those that are not floats."""
         gradient_by_position = dict(zip(self.sum.float_positions, gradients, strict=True))
         positions = range(len(self.sum.params))
@@ -466,7 +466,7 @@ class SumOverRows(_DistributedSumOp):
         """Return the outputs' shapes."""
         return [()]
 
-    def pullback(self, inputs: Variables, outputs: Variables, cotangents: Variables) -> list[Any]:
+    def pullback(self, inputs: Variables, outputs: Variables, cotangents: Variables) -> list[Variable]:
         """Return the gradients with respect to the parameters."""
         _, *gradients = self.sum.gradient_op(*inputs, return_list=True)
         return self._align_with_params([cotangents[0] * gradient for gradient in gradients])
@@ -489,7 +489,7 @@ class ValueAndGradients(_DistributedSumOp):
         """Return the outputs' shapes."""
         return [(), *super().infer_shape(*arguments)]
 
-    def pullback(self, inputs: Variables, outputs: Variables, cotangents: Variables) -> list[Any]:
+    def pullback(self, inputs: Variables, outputs: Variables, cotangents: Variables) -> list[Variable]:
         """Return the products of the Hessian with the gradients' cotangents; the value's cotangent adds gradients."""
         value_cotangent, *directions = [
             output.zeros_like() if isinstance(cotangent.type, DisconnectedType) else cotangent
@@ -519,7 +519,7 @@ class HessianProduct(_DistributedSumOp):
         for storage, product in zip(output_storage, products, strict=True):
             storage[0] = product
 
-    def pullback(self, inputs: Variables, outputs: Variables, cotangents: Variables) -> list[Any]:
+    def pullback(self, inputs: Variables, outputs: Variables, cotangents: Variables) -> list[Variable]:
         """Raise when evaluated: third derivatives are not implemented."""
         reason = "third derivatives of a sum over rows are not implemented"
         return [grad_not_implemented(self, i, variable, reason) for i, variable in enumerate(inputs)]

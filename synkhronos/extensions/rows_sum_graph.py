@@ -56,7 +56,7 @@ def select_rank_nodes(terms: Variable, rows: Sequence[Any]) -> list[Apply]:
     return selected[::-1]
 
 
-def find_params(selected: Sequence[Apply], rows: Sequence[Any]) -> list[Any]:
+def find_params(selected: Sequence[Apply], rows: Sequence[Any]) -> list[Variable]:
     """Return the inputs of these nodes other than rows and constants."""
     computed = {variable for node in selected for variable in node.outputs}
     params: dict[Any, None] = {}
@@ -69,13 +69,13 @@ def find_params(selected: Sequence[Apply], rows: Sequence[Any]) -> list[Any]:
     return list(params)
 
 
-def sort_params(params: Sequence[SharedVariable], variable_order: Sequence[Variable]) -> list[Any]:
+def sort_params(params: Sequence[SharedVariable], variable_order: Sequence[Variable]) -> list[SharedVariable]:
     """Sort the parameters by their earliest ancestor in ``variable_order``; parameters without one are last."""
     position = {variable: i for i, variable in enumerate(variable_order)}
     return sorted(params, key=lambda param: min(position.get(v, len(position)) for v in ancestors([param])))
 
 
-def replace_variables(variable: Variable, nodes: Sequence[Apply], replacements: Mapping[Any, Any]) -> Any:
+def replace_variables(variable: Variable, nodes: Sequence[Apply], replacements: Mapping[Any, Any]) -> Variable:
     """Return `variable` with ``replacements`` in its graph.  ``nodes`` is the graph in topological order."""
     new_variables = dict(replacements)
     for node in nodes:
@@ -86,7 +86,7 @@ def replace_variables(variable: Variable, nodes: Sequence[Apply], replacements: 
     return new_variables.get(variable, variable)
 
 
-def replace_checks(variables: Sequence[Variable], replace: Callable[..., Any]) -> list[Any]:
+def replace_checks(variables: Sequence[Variable], replace: Callable[..., Any]) -> list[Variable]:
     """Return `variables` with ``replace(op, value, *conditions)`` in place of each check of parameters by PyMC."""
     new_variables: dict[Any, Any] = {}
     for node in get_library(variables[0]).sort_nodes(variables):

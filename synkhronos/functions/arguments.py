@@ -16,6 +16,7 @@ from synkhronos.devices.reduce_op import REDUCE_OPS, list_ops
 from synkhronos.functions.computation import Computation
 from synkhronos.graph_libraries import GraphLibrary, get_library, is_variable, list_loaded_libraries
 from synkhronos.graph_libraries.library import InputSpec
+from synkhronos.variable_types import Mode, Variable
 
 _name_numbers = itertools.count()
 
@@ -208,7 +209,7 @@ def _find_library(**arguments: list[Any]) -> GraphLibrary:
     return library
 
 
-def _convert_replacement(library: GraphLibrary, target: Any, value: object, name: str) -> Any:
+def _convert_replacement(library: GraphLibrary, target: Any, value: object, name: str) -> Variable:
     """Return an expression or a constant as a variable of the type of ``target``, which it replaces."""
     try:
         return library.convert_to_type_of(target, value)
@@ -296,7 +297,7 @@ def _parse_output_op(library: GraphLibrary, output: object, op: object, position
     return parsed
 
 
-def _resolve_mode(library: GraphLibrary, mode: Any, device: Device) -> Any:
+def _resolve_mode(library: GraphLibrary, mode: Any, device: Device) -> Mode:
     """Return a mode, by default that of functions on the device.  Raise ValueError or TypeError if there is none."""
     if mode is None:
         return device.default_mode or library.package.config.mode

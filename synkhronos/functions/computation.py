@@ -31,7 +31,7 @@ from synkhronos.functions.rank_mean import count_rank_means
 from synkhronos.graph_libraries import GraphLibrary
 from synkhronos.graph_libraries.library import CompileOrder, InputSpec
 from synkhronos.replication.user_code import UserCode
-from synkhronos.variable_types import SharedVariable
+from synkhronos.variable_types import SharedVariable, Variable
 
 
 class RowSelector(Enum):
@@ -117,7 +117,7 @@ class Computation:
             state.pop(name, None)
         return state
 
-    def list_variables(self) -> list[Any]:
+    def list_variables(self) -> list[Variable]:
         """Return the variables of all arguments: inputs, outputs, updates, givens and sliceable shared variables."""
         return [
             *(spec.variable for spec in self.inputs),
@@ -127,11 +127,11 @@ class Computation:
             *self.sliceable_shareds,
         ]
 
-    def list_shareds(self) -> list[Any]:
+    def list_shareds(self) -> list[SharedVariable]:
         """Return every shared variable that the computation reads or writes."""
         return self.library.find_shareds(self.list_variables())
 
-    def list_read_shareds(self) -> list[Any]:
+    def list_read_shareds(self) -> list[SharedVariable]:
         """Return the shared variables that the updates, and the outputs that are reduced over ranks, depend on.
 
         Variables that only outputs without a reduction read are omitted: these outputs come from the master alone.
@@ -265,7 +265,7 @@ class Computation:
                 kwargs["no_default_updates"] = True
         return library.function(inputs, outputs, updates=pairs, givens=givens, **kwargs)
 
-    def list_accumulated_updates(self) -> list[tuple[Any, str | None]]:
+    def list_accumulated_updates(self) -> list[tuple[SharedVariable, str | None]]:
         """Return the shared variables whose updates are accumulated over slices, with their ops."""
         ops = self.update_ops + [_choose_default_update_op(shared) for shared, _ in self.default_updates]
         return [
@@ -275,7 +275,7 @@ class Computation:
         ]
 
     @cached_property
-    def default_updates(self) -> list[tuple[Any, Any]]:
+    def default_updates(self) -> list[tuple[SharedVariable, Variable]]:
         """Default updates, which the library's ``function`` adds to the given ones."""
         no_default_updates = self.library_kwargs.get("no_default_updates", False)
         if no_default_updates is True:

@@ -18,6 +18,7 @@ from synkhronos.functions.arguments import build_computation, is_single_output
 from synkhronos.functions.computation import DEFAULT_VARIANT, Computation
 from synkhronos.functions.dispatcher import Dispatcher, distribute_scheduled, schedule_distribution
 from synkhronos.replication.replicator import register_shareds
+from synkhronos.variable_types import SharedVariable
 
 
 class Function:
@@ -59,7 +60,7 @@ class Function:
         names = ", ".join(spec.name or "_" for spec in self._computation.inputs)
         return f"<synkhronos.Function {self.name}({names}) -> {self.output_modes}>"
 
-    def get_shared(self) -> list[Any]:
+    def get_shared(self) -> list[SharedVariable]:
         """Return the shared variables that the function reads or updates."""
         return self._computation.list_shareds()
 

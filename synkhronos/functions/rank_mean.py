@@ -111,7 +111,7 @@ class RankMeanOp:
 
     __props__ = ()
 
-    def make_node(self, values: Variable, rows: Variable) -> Any:
+    def make_node(self, values: Variable, rows: Variable) -> Node:
         """Return the node for a vector of values and the scalar number of rows."""
         return self.apply_class(self, [values, rows], [values.type()])  # type: ignore[attr-defined]
 
@@ -131,17 +131,17 @@ class RankMeanOp:
         """Return the inputs with a derivative: the vector, but not the number of rows."""
         return [[True], [False]]
 
-    def _compute_gradients(self, inputs: Sequence[Variable], gradients: Sequence[Variable]) -> list[Any]:
+    def _compute_gradients(self, inputs: Sequence[Variable], gradients: Sequence[Variable]) -> list[Variable]:
         disconnected = self.disconnected_type()  # type: ignore[attr-defined]
         return [self(gradients[0], inputs[1]), disconnected()]  # type: ignore[operator]
 
-    def grad(self, inputs: Sequence[Variable], gradients: Sequence[Variable]) -> list[Any]:
+    def grad(self, inputs: Sequence[Variable], gradients: Sequence[Variable]) -> list[Variable]:
         """Return the gradients with respect to the inputs (Theano)."""
         return self._compute_gradients(inputs, gradients)
 
     def pullback(
         self, inputs: Sequence[Variable], outputs: Sequence[Variable], gradients: Sequence[Variable]
-    ) -> list[Any]:
+    ) -> list[Variable]:
         """Return the gradients with respect to the inputs (PyTensor)."""
         return self._compute_gradients(inputs, gradients)
 
@@ -162,7 +162,7 @@ def count_rank_means(function: CompiledFunction) -> int:
     return count
 
 
-def _list_inner_nodes(op: Op) -> list[Any]:
+def _list_inner_nodes(op: Op) -> list[Node]:
     """Return the nodes of an Op's inner graph: ``fgraph`` in PyTensor, ``outputs`` of Theano's loops."""
     graph, outputs = getattr(op, "fgraph", None), getattr(op, "outputs", None)
     if graph is not None:

@@ -77,7 +77,7 @@ class DependenceAnalysis:
         ancestors = {id(variable), *(id(ancestor) for node in nodes for ancestor in node.inputs)}
         return [source.name or str(source) for key, source in self._sources.items() if key in ancestors]
 
-    def find_denominators(self, expression: Variable) -> list[Any]:
+    def find_denominators(self, expression: Variable) -> list[Variable]:
         """Return the denominators of means in an expression that depend on values of sources.
 
         Only scalar denominators are returned; an array, such as a softmax's sums, does not count rows.  Either the

@@ -20,7 +20,7 @@ import numpy as np
 
 from synkhronos.casts import NUMBER_KINDS, check_cast, check_dense
 from synkhronos.containers import WeakKeyDict
-from synkhronos.variable_types import CompiledFunction, Mode, SharedVariable, Variable
+from synkhronos.variable_types import CompiledFunction, Mode, Node, SharedVariable, Variable, Variables
 
 
 class CompileOrder(Enum):
@@ -174,7 +174,7 @@ class GraphLibrary(ABC):
     def _get_default_tuple(self, library_input: Any) -> tuple[Any, ...]:
         """Return a tuple with the default value of an ``In``; an empty tuple if there is none."""
 
-    def get_output_variable(self, value: Any) -> Any:
+    def get_output_variable(self, value: Any) -> Variable:
         """Return the variable of an output, which is a variable or an ``Out``."""
         return value.variable if isinstance(value, self.output_class) else value
 
@@ -200,16 +200,16 @@ class GraphLibrary(ABC):
         finally:
             _set_default_updates(before)
 
-    def shared(self, value: Any, name: str | None = None, **kwargs: Any) -> Any:
+    def shared(self, value: Any, name: str | None = None, **kwargs: Any) -> SharedVariable:
         """Create a shared variable."""
         return self.package.shared(value, name=name, **kwargs)
 
-    def grad(self, cost: Variable, wrt: Variable) -> Any:
+    def grad(self, cost: Variable, wrt: Variable) -> Variables:
         """Return the gradients of a scalar with respect to variables."""
         return self.package.grad(cost, wrt)
 
     @abstractmethod
-    def clone(self, outputs: Sequence[Any], replace: dict[Any, Any]) -> list[Any]:
+    def clone(self, outputs: Sequence[Any], replace: dict[Any, Any]) -> list[Variable]:
         """Return copies of the outputs' graphs with variables replaced."""
 
     def is_xla_mode(self, mode: Mode) -> bool:
@@ -227,7 +227,7 @@ class GraphLibrary(ABC):
     def compile_now(self, function: CompiledFunction) -> None:  # noqa: B027 - only Numba compiles later
         """Compile a function without inputs before its first call, for the types of its shared variables' values."""
 
-    def sort_nodes(self, variables: Sequence[Variable]) -> list[Any]:
+    def sort_nodes(self, variables: Sequence[Variable]) -> list[Node]:
         """Return the Apply nodes from which variables are computed, in topological order.
 
         A shared variable depends on its default update.
@@ -255,7 +255,7 @@ class GraphLibrary(ABC):
             variable = getattr(variable, "default_update", None) if self.is_shared(variable) else None
         return None if variable is None else variable.owner
 
-    def find_shareds(self, variables: Sequence[Variable]) -> list[Any]:
+    def find_shareds(self, variables: Sequence[Variable]) -> list[SharedVariable]:
         """Return the shared variables on which variables depend, each once, in the graph's order."""
         shareds: dict[int, Any] = {}
         leaves = list(variables)
@@ -323,7 +323,7 @@ class GraphLibrary(ABC):
                 check_cast(original, array.dtype, "value")
         return array
 
-    def convert_to_type_of(self, variable: Variable, expression: Variable) -> Any:
+    def convert_to_type_of(self, variable: Variable, expression: Variable) -> Variable:
         """Return an expression or a value, such as an update's, as a variable of the type of ``variable``."""
         return variable.type.filter_variable(expression, allow_convert=True)
 

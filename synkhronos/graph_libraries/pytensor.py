@@ -73,7 +73,7 @@ class PyTensor(GraphLibrary):
         """Return a tuple with the default value of `synkhronos.compat`'s ``In``; PyTensor's own has none."""
         return tuple(getattr(library_input, "default_list", ()))
 
-    def clone(self, outputs: Sequence[Any], replace: dict[Any, Any]) -> list[Any]:
+    def clone(self, outputs: Sequence[Any], replace: dict[Any, Any]) -> list[Variable]:
         """Return copies of the outputs' graphs with variables replaced."""
         return list(clone_replace(list(outputs), replace, rebuild_strict=False))
 
@@ -81,7 +81,7 @@ class PyTensor(GraphLibrary):
         """Whether the mode is JAX mode."""
         return isinstance(get_mode(mode).linker, JAXLinker)
 
-    def function(self, inputs: Sequence[Any], outputs: Any = None, **kwargs: Any) -> Any:
+    def function(self, inputs: Sequence[Any], outputs: Any = None, **kwargs: Any) -> CompiledFunction:
         """Compile a function; in JAX mode, lengths may depend on integer inputs."""
         return super().function(inputs, outputs, **{**kwargs, "mode": with_static_length_linker(kwargs.get("mode"))})
 

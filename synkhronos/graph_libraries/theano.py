@@ -116,7 +116,7 @@ class Theano(GraphLibrary):
         """Set a shared variable's value; a GpuArray as its base class without NumPy's operators, as Theano requires."""
         super().store_value(shared, value.view() if PYGPU.owns(value) else value)
 
-    def clone(self, outputs: Sequence[Any], replace: dict[Any, Any]) -> list[Any]:
+    def clone(self, outputs: Sequence[Any], replace: dict[Any, Any]) -> list[Variable]:
         """Return copies of the outputs' graphs with variables replaced."""
         # A variable on a GPU needs a replacement on the GPU.
         converted = {

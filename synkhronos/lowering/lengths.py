@@ -287,7 +287,7 @@ def _is_integer_scalar(variable: Variable) -> bool:
 # -- variables that have to be known -----------------------------------------------------------------------------------
 
 
-def select_shape_inputs(node: Node) -> Sequence[Any]:
+def select_shape_inputs(node: Node) -> Sequence[Variable]:
     """Return the inputs of a node whose values determine its outputs' shapes."""
     op = node.op
     if isinstance(op, ARange | AllocEmpty | Bartlett | Eye):
@@ -305,7 +305,7 @@ def select_shape_inputs(node: Node) -> Sequence[Any]:
     return []
 
 
-def _find_varying_scalars(variable: Variable, known_variables: KnownVariables) -> Iterator[Any]:
+def _find_varying_scalars(variable: Variable, known_variables: KnownVariables) -> Iterator[Variable]:
     """Yield the scalars that determine a length or shape, are known before a call, and vary with inputs."""
     if known_variables.varies_with_inputs(variable) and getattr(variable.type, "ndim", 0) == 0:
         yield variable
@@ -392,7 +392,7 @@ def to_python_function(op: ScalarOp) -> Callable[..., Any]:
     return compute
 
 
-def _get_scalar_op(node: Node) -> Any:
+def _get_scalar_op(node: Node) -> Op:
     """Return the scalar Op of an Elemwise node with scalar outputs, and any other node's Op."""
     return node.op.scalar_op if isinstance(node.op, Elemwise) and node.outputs[0].type.ndim == 0 else node.op
 

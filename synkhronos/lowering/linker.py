@@ -79,7 +79,7 @@ def to_graph_dtype(value: Any, dtype: str | None) -> Any:
     return value.astype(dtype) if hasattr(value, "astype") else jax.numpy.asarray(value, dtype)
 
 
-def with_static_length_linker(mode: Mode) -> Any:
+def with_static_length_linker(mode: Mode) -> Mode:
     """Return a mode with `StaticLengthLinker` in place of PyTensor's JAX linker.  Return any other mode unchanged."""
     resolved = get_mode(mode)
     return Mode(StaticLengthLinker(), resolved.provided_optimizer) if type(resolved.linker) is JAXLinker else mode

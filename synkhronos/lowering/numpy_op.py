@@ -69,7 +69,7 @@ def register_lowering(op: type[Op]) -> Callable[[Callable[..., Any]], Callable[.
     return register
 
 
-def call_ordered_callback(function: Callable[..., np.ndarray], array: Any, *others: Any) -> Any:
+def call_ordered_callback(function: Callable[..., np.ndarray], array: Any, *others: Any) -> Array:
     """Call a function of NumPy arrays from an XLA program, as ``io_callback(..., ordered=True)`` does.
 
     The result has the shape and dtype of ``array``.

@@ -139,13 +139,13 @@ def _multiply_in_bfloat16(run: Callable[..., Any], node: Node, rounds_result: bo
     else:
         product = run
 
-    def multiply(*inputs: Any) -> Any:
+    def multiply(*inputs: Any) -> Array:
         return product(*[x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x for x in inputs])
 
     return multiply
 
 
-def _round(x: Array) -> Any:
+def _round(x: Array) -> Array:
     """Return an array with values rounded to bfloat16, in its own dtype."""
     import jax.numpy as jnp
 

@@ -38,7 +38,7 @@ def wrap_scatter_add(run: Callable[..., Any], node: Node) -> Callable[..., Any]:
     if len(node.inputs) != 3 or node.inputs[2].type.ndim != 1 or "int" not in node.inputs[2].type.dtype:
         return run
 
-    def add(x: Array, y: Array, index: Array) -> Any:
+    def add(x: Array, y: Array, index: Array) -> Array:
         n_copies = choose_n_copies(np.shape(x), np.shape(y), np.shape(index)) if JAX.is_on_gpu else 1
         return scatter_add_rows(x, y, index, n_copies) if n_copies > 1 else run(x, y, index)
 
@@ -52,7 +52,7 @@ def choose_n_copies(x_shape: tuple[int, ...], y_shape: tuple[int, ...], index_sh
     return min(_MAX_COPIES, _MAX_ELEMENTS // math.prod(x_shape), index_shape[0] // (_MIN_ITEMS_PER_ROW * x_shape[0]))
 
 
-def scatter_add_rows(x: Array, y: Array, index: Array, n_copies: int) -> Any:
+def scatter_add_rows(x: Array, y: Array, index: Array, n_copies: int) -> Array:
     """Return ``x.at[index].add(y)``, computed in ``n_copies`` copies of the result.
 
     ``x`` is (rows, *item shape), ``y`` (items, *item shape) of the same dtype, ``index`` (items,) of integers::

@@ -294,7 +294,7 @@ def _lower_reshape(op: Op, node: Node = None, **kwargs: Any) -> ArrayFunction:
     """Lower Reshape to any shape that is known during tracing."""
     import jax.numpy as jnp
 
-    def reshape(x: Array, shape: Any) -> Any:
+    def reshape(x: Array, shape: Any) -> Array:
         _require_known(shape, node.inputs[1])
         return jnp.reshape(x, tuple(int(n) for n in np.ravel(shape)))
 
@@ -305,7 +305,7 @@ def _lower_arange(op: Op, node: Node = None, **kwargs: Any) -> ArrayFunction:
     """Lower ARange to any length that is known during tracing."""
     import jax.numpy as jnp
 
-    def arange(*limits: Any) -> Any:
+    def arange(*limits: Any) -> Array:
         _require_known([x for x in limits if not isinstance(x, float | np.floating)], node.outputs[0])
         start, stop, step = map(to_number_or_array, limits)
         return jnp.arange(start, stop, step, dtype=op.dtype)
@@ -406,7 +406,7 @@ def _lower_fixed_length(op: FixedLengthSubtensor, node: Node = None, **kwargs: A
 
 def _index_with_lengths(
     op: Op, operands: Sequence[Any], indices: Sequence[Any], positions: Sequence[int], lengths: Any, is_exact: bool
-) -> Any:
+) -> Array:
     """Index an array, or update it by index, with given lengths of the slices at ``positions``.
 
     The bounds of these slices may be traced.  The operands are the array, and for an update also the new values.
@@ -423,7 +423,7 @@ def _index_with_lengths(
         slices.append((axis, indices[position], int(length)))
     other_indices = tuple(slice(None) if i in positions else index for i, index in enumerate(indices))
 
-    def index_slices(x: Array, slices: Sequence[Any]) -> Any:
+    def index_slices(x: Array, slices: Sequence[Any]) -> Array:
         if not slices:
             if len(operands) == 1:
                 return x[other_indices]
@@ -440,7 +440,7 @@ def _index_with_lengths(
     return index_slices(jnp.asarray(operands[0]), slices)
 
 
-def _find_element_positions(index: slice, axis_length: int, length: int) -> tuple[Any, Any]:
+def _find_element_positions(index: slice, axis_length: int, length: int) -> tuple[Array, Array]:
     """Return the positions of a slice's elements, and whether there are ``length`` of them.
 
     If the step is 1, the first position stands for all.
@@ -451,7 +451,7 @@ def _find_element_positions(index: slice, axis_length: int, length: int) -> tupl
     last = jnp.where(step > 0, axis_length, axis_length - 1)
     lowest = jnp.where(step > 0, 0, -1)
 
-    def clip_bound(value: Any) -> Any:
+    def clip_bound(value: Any) -> Array:
         return jnp.clip(jnp.where(value < 0, value + axis_length, value), lowest, last)
 
     # Bounds may be unsigned, or have few bits.
@@ -463,7 +463,7 @@ def _find_element_positions(index: slice, axis_length: int, length: int) -> tupl
     return (start if _is_known(step) and int(step) == 1 else start + step * jnp.arange(length)), matches_length
 
 
-def _take_elements(x: Array, element_positions: Any, length: int, axis: int) -> Any:
+def _take_elements(x: Array, element_positions: Any, length: int, axis: int) -> Array:
     import jax.numpy as jnp
     from jax import lax
 
@@ -472,7 +472,7 @@ def _take_elements(x: Array, element_positions: Any, length: int, axis: int) -> 
     return lax.dynamic_slice_in_dim(x, element_positions, length, axis)
 
 
-def _put_elements(x: Array, chunk: Any, element_positions: Any, axis: int) -> Any:
+def _put_elements(x: Array, chunk: Any, element_positions: Any, axis: int) -> Array:
     from jax import lax
 
     if np.ndim(element_positions):

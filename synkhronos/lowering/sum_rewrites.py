@@ -80,7 +80,7 @@ def _rewrite_centered_sum(fgraph: FunctionGraph, node: Node) -> list[Any] | None
     return [pt.add(*sums)]
 
 
-def _match_factors(term: Variable, axes: tuple[int, ...]) -> tuple[Any, list[tuple[Any, bool]]]:
+def _match_factors(term: Variable, axes: tuple[int, ...]) -> tuple[Variable, list[tuple[Variable, bool]]]:
     """Split a term into a factor that varies along the axes, and a list of its other factors.
 
     Each of these has a flag: True for a divisor.

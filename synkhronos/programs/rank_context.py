@@ -113,7 +113,7 @@ class RankContext:
         values = self._peers.all_gather(value if self.number == root else None, "broadcast()")
         return values[root]
 
-    def all_reduce(self, array: Any, op: str = "avg", overwrite: bool = False) -> Any:
+    def all_reduce(self, array: Any, op: str = "avg", overwrite: bool = False) -> Array:
         """Return the reduction of all ranks' arrays, the same on every rank.
 
         Parameters
@@ -235,7 +235,7 @@ class RankContext:
 
     def _receive_between_gpus(
         self, source: int, shape: tuple[int, ...], dtype: np.dtype, generation: int, connection_id: Any
-    ) -> Any:
+    ) -> Array:
         device = get_rank_device(self._rank)
         pair_communicator = device.get_group_communicator(self._rank, (source, self.number))
         if connection_id is not None:
@@ -328,7 +328,7 @@ class Group:
         """Return the values of all members, in the order of the group.  Each passes a small picklable value."""
         return self._gather_at_barrier("all_gather()", value)
 
-    def all_reduce(self, array: Any, op: str = "avg") -> Any:
+    def all_reduce(self, array: Any, op: str = "avg") -> Array:
         """Return the reduction of all members' arrays on each member; see `RankContext.all_reduce`."""
         array = _as_array(array)
         device = _choose_transfer_device(self._rank, array, check_op_name(op))
@@ -423,7 +423,7 @@ def _choose_transfer_device(rank: Rank, value: Any, op: str | None = None) -> De
     return device if device.owns(value) and device.can_communicate(value.dtype, op) else NUMPY
 
 
-def _as_array(array: Any) -> Any:
+def _as_array(array: Any) -> Array:
     """Return an array on a GPU unchanged, and anything else as a NumPy array; raise TypeError unless it has numbers."""
     check_dense(array, "array")
     is_of_other_library = isinstance(array, np.ndarray) and array.dtype.isbuiltin == 2  # such as ml_dtypes.bfloat16
@@ -440,7 +440,7 @@ def _describe_reduction(array: Array, op: str, device: Device) -> tuple[Any, ...
     return tuple(array.shape), str(dtype), op, device.name
 
 
-def _copy_array(device: Device, array: Array) -> Any:
+def _copy_array(device: Device, array: Array) -> Array:
     """Return a copy of an array on a GPU."""
     copy = device.as_writable(array, has_other_references=True)
     return array.copy() if copy is array else copy

@@ -58,7 +58,7 @@ class JaxprEvaluator:
         self.parts = self._find_parts(jaxpr.outvars[result_position])
         self._results = [*jaxpr.outvars[:result_position], None, *jaxpr.outvars[result_position + 1 :]]
 
-    def compute(self, variables: Sequence[Variable]) -> list[Any]:
+    def compute(self, variables: Sequence[Variable]) -> list[Array]:
         """Return the values of variables.  Trace the equations that were not traced before."""
         from jax.extend import core
 
@@ -73,7 +73,7 @@ class JaxprEvaluator:
         self._traced_equations.update(untraced_equations)
         return [v.val if isinstance(v, core.Literal) else self._values[v] for v in variables]
 
-    def delay_until(self, token: Array) -> Any:
+    def delay_until(self, token: Array) -> Array:
         """Make the rest of the computation wait for a token.  Return a token of the same value."""
         import jax
 
@@ -89,7 +89,7 @@ class JaxprEvaluator:
         self._values.update(zip(flows, delayed, strict=True))
         return token
 
-    def compute_results(self, vector: Array) -> list[Any]:
+    def compute_results(self, vector: Array) -> list[Array]:
         """Trace the remaining equations, and return the function's results, with ``vector`` for the one in parts."""
         position = self._results.index(None)
         other_results = self.compute([v for v in self._results if v is not None])
@@ -109,7 +109,7 @@ class JaxprEvaluator:
                 remaining += self._jaxpr.eqns[index].invars
         return untraced_equations
 
-    def _find_parts(self, variable: Variable) -> list[Any]:
+    def _find_parts(self, variable: Variable) -> list[Array]:
         """Return the arrays whose concatenation along the last axis a variable is."""
         from jax.extend import core
 

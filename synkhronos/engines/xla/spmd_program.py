@@ -47,7 +47,7 @@ class SpmdProgram:
         self._is_vectorized = is_vectorized
         self._ffi_collectives = FfiCollectives(aborts_on_error=True)
 
-    def all_reduce(self, vector: Array) -> Any:
+    def all_reduce(self, vector: Array) -> Array:
         """Return the sum of the ranks' vectors; traced by JAX."""
         return vector if self.rank.size == 1 else self._ffi_collectives.trace_sum(vector)
 

@@ -79,14 +79,14 @@ class TracedExchange:
         #: As `FfiCollectives.trace_finish` returns it; None before the first function.
         self._is_valid: Any = None
 
-    def trace_function(self, function: JaxFunction, operands: Sequence[Any]) -> Sequence[Any]:
+    def trace_function(self, function: JaxFunction, operands: Sequence[Any]) -> Sequence[Array]:
         """Trace the next function, and the exchange that follows the first one.  Return the function's results."""
         if self._is_valid is not None:
             return trace_in_place(function, operands)
         evaluator, arrays = self._reduce(function, operands)
         return evaluator.compute_results(_concatenate(arrays))
 
-    def keep_old_if_invalid(self, storage_id: int, new_value: Any, old_value: Any) -> Any:
+    def keep_old_if_invalid(self, storage_id: int, new_value: Any, old_value: Any) -> Array:
         """Return a variable's new value if the collectives are valid, else the old one.
 
         If their shapes differ, return the new value: the shape of a traced result can't depend on the flag.
@@ -100,7 +100,7 @@ class TracedExchange:
     def _get_valid_flag(self, storage_id: int) -> Any:
         return self._is_valid
 
-    def _reduce(self, function: JaxFunction, operands: Sequence[Any]) -> tuple[JaxprEvaluator, list[Any]]:
+    def _reduce(self, function: JaxFunction, operands: Sequence[Any]) -> tuple[JaxprEvaluator, list[Array]]:
         """Trace the part of a function that computes the variable, and the reduction of the variable's parts.
 
         The all-reduce of the last parameters' gradients starts while the gradients of earlier parameters are computed.
@@ -118,7 +118,7 @@ class TracedExchange:
         chunks = [parts] if self._iterations else self._group_into_chunks(parts, itemsize, n_tail_items)
         old_value = operands[_find_operand_position(function, spec.storage)]
 
-        def compute_chunk(chunk: list[Any]) -> Any:
+        def compute_chunk(chunk: list[Any]) -> Array:
             """Return the values of a chunk without the tail, as one array in the dtype in which it is sent."""
             values = evaluator.compute(chunk)
             if dtype is not None:
@@ -128,7 +128,7 @@ class TracedExchange:
                 return write_parts(old_value, values)
             return _concatenate(values)
 
-        def compute_tail() -> list[Any]:
+        def compute_tail() -> list[Array]:
             # The number of rows, and running averages, would lose too much precision in the wire dtype.
             vectors = _split_tail(evaluator.compute(chunks[0]), n_tail_items)[1] if dtype is not None else []
             return [jnp.concatenate(vectors) / spec.n_ranks] if vectors else []
@@ -143,7 +143,7 @@ class TracedExchange:
         """Return the shape of an array's reduction, or None if it is in place."""
         return None
 
-    def _group_into_chunks(self, parts: Sequence[Any], itemsize: int, n_tail_items: int = 0) -> list[list[Any]]:
+    def _group_into_chunks(self, parts: Sequence[Any], itemsize: int, n_tail_items: int = 0) -> list[list[Array]]:
         """Group consecutive parts of a vector into chunks, from the end of the vector to its start.
 
         Each chunk except the last has at least `MIN_CHUNK_NBYTES`, or `MIN_CHUNK_NBYTES_OF_HOSTS`.  The first one has
@@ -166,7 +166,7 @@ class TracedExchange:
         token: Array,
         get_result_shape: Callable[[tuple[int, ...]], tuple[int, ...] | None],
         compute_tail: Callable[[], list[Any]] = list,
-    ) -> tuple[list[Any], Any]:
+    ) -> tuple[list[Array], Array]:
         """Trace the collective on chunks, each of which starts before the next chunk is computed.
 
         The first chunk is sent after ``token``, 0, is computed.  ``get_result_shape`` takes the shape of an array, and
@@ -206,7 +206,7 @@ class TracedShardedExchange(TracedExchange):
         self._matrix: Any = None
         self._is_row_valid: Any = None
 
-    def trace_function(self, function: JaxFunction, operands: Sequence[Any]) -> Sequence[Any]:
+    def trace_function(self, function: JaxFunction, operands: Sequence[Any]) -> Sequence[Array]:
         """Trace the next function, and the collectives that follow it.  Return the function's results."""
         if self._is_valid is None:
             return self._trace_gradient(function, operands)
@@ -224,7 +224,7 @@ class TracedShardedExchange(TracedExchange):
         is_state_shard = any(storage_id == id(get_storage(shard)) for shard in self._shards.state_shards)
         return self._is_row_valid if is_state_shard else self._is_valid
 
-    def _trace_gradient(self, function: JaxFunction, operands: Sequence[Any]) -> Sequence[Any]:
+    def _trace_gradient(self, function: JaxFunction, operands: Sequence[Any]) -> Sequence[Array]:
         """Trace the function.  Its result for the matrix is the old value, or all ranks' reduced rows if gathered."""
         import jax.numpy as jnp
 
@@ -236,14 +236,14 @@ class TracedShardedExchange(TracedExchange):
             )
         return evaluator.compute_results(matrix)
 
-    def _trace_update(self, function: JaxFunction, operands: Sequence[Any]) -> Sequence[Any]:
+    def _trace_update(self, function: JaxFunction, operands: Sequence[Any]) -> Sequence[Array]:
         """Trace the function.  Its result for the row is the old value."""
         import jax.numpy as jnp
 
         start = _find_operand_position(function, self._row_storage)
         stop, n_ranks = start + len(self._row_blocks), self._spec.n_ranks
 
-        def run(*arguments: Any) -> Sequence[Any]:
+        def run(*arguments: Any) -> Sequence[Array]:
             return function.run(*arguments[:start], jnp.concatenate(arguments[start:stop]), *arguments[stop:])
 
         evaluator = JaxprEvaluator(
@@ -277,14 +277,14 @@ def _find_operand_position(function: JaxFunction, storage: list[Any]) -> int:
     return function.n_inputs + _find_position(function.storages, storage)
 
 
-def _concatenate(arrays: Sequence[Array]) -> Any:
+def _concatenate(arrays: Sequence[Array]) -> Array:
     """Concatenate arrays along the last axis.  Return a single array, which may be a scalar, unchanged."""
     import jax.numpy as jnp
 
     return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis=-1)
 
 
-def _split_tail(vectors: Sequence[Any], n_tail_items: int) -> tuple[list[Any], list[Any]]:
+def _split_tail(vectors: Sequence[Any], n_tail_items: int) -> tuple[list[Array], list[Array]]:
     """Split consecutive vectors before their last ``n_tail_items`` items.  Return the vectors of both parts."""
     head = list(vectors)
     tail_vectors: list[Any] = []

@@ -16,7 +16,7 @@ MIN_NBYTES_IN_PLACE = 1 << 20
 MIN_PART_ITEMS = 1 << 16
 
 
-def trace_in_place(function: JaxFunction, operands: Sequence[Any]) -> Sequence[Any]:
+def trace_in_place(function: JaxFunction, operands: Sequence[Any]) -> Sequence[Array]:
     """Trace a function.  Copy the parts of a long vector, such as the gradient, into the memory of its old value.
 
     XLA's kernel that concatenates many arrays takes four times as long as copies.
@@ -45,7 +45,7 @@ def _is_long_vector(array: Array) -> bool:
     return bool(array.ndim == 1 and array.nbytes >= MIN_NBYTES_IN_PLACE)
 
 
-def write_parts(vector: Array, parts: Sequence[Any]) -> Any:
+def write_parts(vector: Array, parts: Sequence[Any]) -> Array:
     """Return the concatenation of vectors, in the memory of ``vector``.  Short neighbours are copied together."""
     import jax.numpy as jnp
     from jax import lax

@@ -86,12 +86,12 @@ class DataParallelModel(pm.Model):
         ]
 
     @property
-    def split_RVs(self) -> list[Any]:
+    def split_RVs(self) -> list[Variable]:
         """The observed variables and potentials that are split."""
         return list(self._distributed_logps)
 
     @property
-    def unobserved_value_vars(self) -> list[Any]:
+    def unobserved_value_vars(self) -> list[Variable]:
         """The value variables of unobserved variables.
 
         PyMC's samplers in JAX read them first, so that the functions that they call next can be wrapped here.
@@ -100,7 +100,7 @@ class DataParallelModel(pm.Model):
         variables: list[Any] = super().unobserved_value_vars
         return variables
 
-    def logp(self, vars: Any = None, jacobian: bool = True, sum: bool = True) -> Any:
+    def logp(self, vars: Any = None, jacobian: bool = True, sum: bool = True) -> Variable:
         """Return the log-density as an expression, as `pymc.Model.logp` does.
 
         With ``sum=False`` it is PyMC's own expression, which this process computes.
@@ -172,7 +172,7 @@ class DataParallelModel(pm.Model):
 class _ModelSum(DistributedSum):
     """Sum of a model's terms: after a worker's exit, PyMC's samplers return the draws so far, as after Ctrl-C."""
 
-    def rewrite_before_gradient(self, total: Any) -> Any:
+    def rewrite_before_gradient(self, total: Any) -> Variable:
         """Rewrite the sum as PyMC does."""
         return rewrite_pregrad(total)
 
@@ -211,7 +211,7 @@ def _make_evaluator(model: pm.Model) -> Callable[[], Any]:
     return lambda: function(center + generator.normal(scale=1e-3, size=center.shape))
 
 
-def _make_distributed_logp(model: pm.Model, variable: Variable) -> Any:
+def _make_distributed_logp(model: pm.Model, variable: Variable) -> Variable:
     """Return the log-density of an observed variable or a potential as an expression that the ranks compute.
 
     Raise NotRowwiseError if it is not a sum over rows.
@@ -234,7 +234,7 @@ def _make_distributed_logp(model: pm.Model, variable: Variable) -> Any:
     return replace_variables(terms, get_library(terms).sort_nodes([terms]), replacements)
 
 
-def _find_full_sums(scalar: Any) -> list[Any]:
+def _find_full_sums(scalar: Any) -> list[Variable]:
     """Return the full sums that a scalar is computed from, such as both in ``a.sum() - b.sum()``."""
     node = scalar.owner
     if node is None or scalar.type.ndim:
@@ -251,7 +251,7 @@ def _evaluate_shape(model: pm.Model, terms: Variable) -> Any:
     return function(**model.initial_point())
 
 
-def _sum_terms_on_ranks(model: pm.Model, terms: Variable, shape: Any, name: str) -> Any:
+def _sum_terms_on_ranks(model: pm.Model, terms: Variable, shape: Any, name: str) -> Variable:
     """Return the sum of all terms as an expression that the ranks compute.
 
     Axis 0 runs along the rows, or with loops another axis, if axis 0 is the time.
@@ -267,12 +267,12 @@ def _sum_terms_on_ranks(model: pm.Model, terms: Variable, shape: Any, name: str)
     raise NotRowwiseError("; ".join(reasons))
 
 
-def _sum_rows_on_ranks(model: pm.Model, terms: Variable, shape: Any, name: str) -> Any:
+def _sum_rows_on_ranks(model: pm.Model, terms: Variable, shape: Any, name: str) -> Variable:
     """Return the sum of all terms as an expression that the ranks compute.  Axis 0 of the terms runs along the rows."""
     if not len(shape) or shape[0] < 2:
         raise NotRowwiseError(f"the log-density has shape {tuple(map(int, shape))}, and so no rows to share out")
 
-    def restrict_check(restrictor: RowRestrictor, node: Node, axis: int) -> Any:
+    def restrict_check(restrictor: RowRestrictor, node: Node, axis: int) -> Variable:
         value, *conditions = node.inputs
         value = restrictor.restrict(value, axis)
         if not model.check_bounds:

@@ -26,7 +26,7 @@ from synkhronos.variable_types import Variable
 __all__ = ["simplify_logistic"]
 
 
-def simplify_logistic(terms: Variable) -> Any:
+def simplify_logistic(terms: Variable) -> Variable:
     """Return terms with equal values, in which the logarithm of a row's probability is computed once."""
     nodes = get_library(terms).sort_nodes([terms])
     replacements: dict[Any, Any] = {}

@@ -119,7 +119,7 @@ class RowRestrictor:
         self._data: dict[Any, tuple[ComputedRows, tuple[int, ...]] | None] = {}
         self._row_numbers = pt.constant(np.arange(length))
 
-    def restrict(self, variable: Variable, axis: int) -> Any:
+    def restrict(self, variable: Variable, axis: int) -> Variable:
         """Return the expression of `variable` for the computed rows, which run along `axis`."""
         restricted = self._restricted.get((variable, axis))
         if restricted is None:
@@ -127,7 +127,7 @@ class RowRestrictor:
             restricted = self._restricted[variable, axis] = self._restrict_folded(folded, axis)
         return restricted
 
-    def _restrict_folded(self, variable: Variable, axis: int) -> Any:
+    def _restrict_folded(self, variable: Variable, axis: int) -> Variable:
         """Restrict a variable by the rule of its operation, or replace it by an input if it is data."""
         node = variable.owner
         # A view of data is left to the ranks, which need no copy for it.
@@ -139,11 +139,11 @@ class RowRestrictor:
                     raise
         return self._restrict_data(variable, axis)
 
-    def restrict_or_broadcast(self, variable: Variable, axis: int) -> Any:
+    def restrict_or_broadcast(self, variable: Variable, axis: int) -> Variable:
         """Restrict `variable` unless it has length 1 along `axis`, and so is broadcast over the rows."""
         return variable if variable.type.shape[axis] == 1 else self.restrict(variable, axis)
 
-    def restrict_or_merge_equal(self, variable: Variable, axis: int) -> Any:
+    def restrict_or_merge_equal(self, variable: Variable, axis: int) -> Variable:
         """Replace a constant with equal rows, such as a condition that holds everywhere, by one row; else restrict."""
         folded = self.fold_row_constants(variable)
         if isinstance(folded, Constant):
@@ -175,7 +175,7 @@ class RowRestrictor:
                     raise
         return None
 
-    def restrict_block(self, values: Any, axis: int, start: int) -> Any:
+    def restrict_block(self, values: Any, axis: int, start: int) -> Variable:
         """Return the restriction of a block of rows, the first of which is row ``start``.
 
         The other rows repeat the block's first or last row.  A block of one row is broadcast.
@@ -216,7 +216,7 @@ class RowRestrictor:
         axes = node.op.new_order if isinstance(node.op, DimShuffle) else list_kept_axes(node)
         return None if row_axis is None or row_axis not in axes else axes.index(row_axis)
 
-    def restrict_condition(self, variable: Variable) -> Any:
+    def restrict_condition(self, variable: Variable) -> Variable:
         """Return a condition ``all(...)`` over the computed rows only."""
         if isinstance(variable.type, TensorType):
             variable = self.fold_row_constants(variable)
@@ -255,7 +255,7 @@ class RowRestrictor:
             if len(data) < len(leaves) and any(self.length in _get_shape(leaf) for leaf in data):
                 raise NotRowwiseError(f"{describe_variable(variable)} needs all rows at once")
 
-    def fold_row_constants(self, variable: Variable) -> Any:
+    def fold_row_constants(self, variable: Variable) -> Variable:
         """Return a variable that is computed from constants with rows as a constant, any other variable unchanged.
 
         The restricted variable would be computed at each evaluation, since its constants become inputs.
@@ -308,7 +308,7 @@ class RowRestrictor:
         found = self._find_data(variable)
         return found is not None and found[1][axis] == self.length
 
-    def _restrict_data(self, variable: Variable, axis: int) -> Any:
+    def _restrict_data(self, variable: Variable, axis: int) -> Variable:
         """Replace a constant or shared array, or a variable that is computed from these, by an input for its rows."""
         found = self._find_data(variable)
         if found is None:
@@ -337,7 +337,7 @@ class RowRestrictor:
         self._placeholders[key] = pt.moveaxis(placeholder, 0, axis) if axis else placeholder
         return self._placeholders[key]
 
-    def _restrict_computed(self, variable: Variable, axis: int) -> Any:
+    def _restrict_computed(self, variable: Variable, axis: int) -> Variable:
         """Apply the rule of the operation that computes `variable`."""
         node = variable.owner
         for op_class in type(node.op).__mro__:
@@ -393,7 +393,7 @@ def list_leaves(variables: Iterable[Any], with_shapes: bool = True) -> KeysView[
     With ``with_shapes=False``, arrays of which only the shape is read are left out.
     """
 
-    def list_inputs(variable: Any) -> list[Any]:
+    def list_inputs(variable: Any) -> list[Variable]:
         node = variable.owner
         return [] if node is None or not with_shapes and isinstance(node.op, Shape | Shape_i) else node.inputs
 

@@ -44,7 +44,7 @@ from synkhronos.extensions.pymc.row_restrictor import (
 )
 from synkhronos.extensions.rows_sum_graph import replace_variables
 from synkhronos.graph_libraries import get_library
-from synkhronos.variable_types import Node
+from synkhronos.variable_types import Node, Variable
 
 #: Maximal ratio of the elements of padded sparse rows to the stored elements and rows.
 _MAX_PADDING = 4
@@ -56,7 +56,7 @@ def _make_mixes_rows_error(node: Node) -> NotRowwiseError:
     return NotRowwiseError(f"{node.op} mixes rows")
 
 
-def _restrict_elemwise(restrictor: RowRestrictor, node: Node, axis: int) -> Any:
+def _restrict_elemwise(restrictor: RowRestrictor, node: Node, axis: int) -> Variable:
     """Restrict ``a + b``, in which an operand may be broadcast over the rows."""
     operands = [restrictor.restrict_or_merge_equal(variable, axis) for variable in node.inputs]
     if all(operand.type.shape[axis] == 1 for operand in operands):  # at least one operand has to have the rows
@@ -64,7 +64,7 @@ def _restrict_elemwise(restrictor: RowRestrictor, node: Node, axis: int) -> Any:
     return node.op(*operands)
 
 
-def _restrict_dimshuffle(restrictor: RowRestrictor, node: Node, axis: int) -> Any:
+def _restrict_dimshuffle(restrictor: RowRestrictor, node: Node, axis: int) -> Variable:
     """Restrict ``values.dimshuffle(1, 0, 'x')``."""
     source = node.op.new_order[axis]
     if source == "x":
@@ -72,7 +72,7 @@ def _restrict_dimshuffle(restrictor: RowRestrictor, node: Node, axis: int) -> An
     return node.op(restrictor.restrict(node.inputs[0], source))
 
 
-def _restrict_dot(restrictor: RowRestrictor, node: Node, axis: int) -> Any:
+def _restrict_dot(restrictor: RowRestrictor, node: Node, axis: int) -> Variable:
     """Restrict ``dot(a, b)``: rows of `a`, or columns of `b`."""
     a, b = node.inputs
     if axis < a.type.ndim - 1:
@@ -80,7 +80,7 @@ def _restrict_dot(restrictor: RowRestrictor, node: Node, axis: int) -> Any:
     return node.op(a, restrictor.restrict(b, 1))
 
 
-def _restrict_blockwise(restrictor: RowRestrictor, node: Node, axis: int) -> Any:
+def _restrict_blockwise(restrictor: RowRestrictor, node: Node, axis: int) -> Variable:
     """Restrict an operation on each batch, such as ``matmul(a, b)``, along a batch axis or within the batches."""
     n_batch_dims = node.op.batch_ndim(node)
     if axis < n_batch_dims:
@@ -142,7 +142,7 @@ def _allocate_all_batches(node: Node, n_batch_dims: int) -> Any:
     return pt.alloc(value.dimshuffle(*range(n_batch_dims), *gap, *range(n_batch_dims, value.type.ndim)), *shape)
 
 
-def _restrict_advanced_subtensor(restrictor: RowRestrictor, node: Node, axis: int) -> Any:
+def _restrict_advanced_subtensor(restrictor: RowRestrictor, node: Node, axis: int) -> Variable:
     """Restrict ``values[:, a, b]``: full slices, adjacent index arrays, then possibly full slices."""
     values, *operands = node.inputs
     idx_list = getattr(node.op, "idx_list", None)
@@ -213,7 +213,7 @@ def _is_arange(index: Any, axis: int, length: int) -> bool:
     return all(isinstance(bound, Constant) and bound.data == n for bound, n in ((start, 0), (step, 1)))
 
 
-def _restrict_subtensor(restrictor: RowRestrictor, node: Node, axis: int) -> Any:
+def _restrict_subtensor(restrictor: RowRestrictor, node: Node, axis: int) -> Variable:
     """Restrict ``values[start:stop, k]``."""
     values, *operands = node.inputs
     index = list(indices_from_subtensor(operands, node.op.idx_list))
@@ -260,7 +260,7 @@ def _get_fixed_slice(selection: slice) -> slice | None:
     return slice(*[None if end is None else int(end.data) for end in ends])
 
 
-def _restrict_inc_subtensor(restrictor: RowRestrictor, node: Node, axis: int) -> Any:
+def _restrict_inc_subtensor(restrictor: RowRestrictor, node: Node, axis: int) -> Variable:
     """Restrict ``set_subtensor(values[:, k], new_values)``."""
     values, new_values, *operands = node.inputs
     index = list(indices_from_subtensor(operands, node.op.idx_list))
@@ -276,7 +276,7 @@ def _restrict_inc_subtensor(restrictor: RowRestrictor, node: Node, axis: int) ->
     )
 
 
-def _restrict_advanced_inc_subtensor(restrictor: RowRestrictor, node: Node, axis: int) -> Any:
+def _restrict_advanced_inc_subtensor(restrictor: RowRestrictor, node: Node, axis: int) -> Variable:
     """Restrict ``set_subtensor(values[index], new_values)``.
 
     The index is constant, as for predictors with missing values, or selects an element of each row.
@@ -311,7 +311,7 @@ def _restrict_advanced_inc_subtensor(restrictor: RowRestrictor, node: Node, axis
     return pt.switch(is_new, new_values, restrictor.restrict(values, 0)).astype(values.type.dtype)
 
 
-def _scatter_constant_values(values: Any, picked_rows: np.ndarray, length: int) -> Any:
+def _scatter_constant_values(values: Any, picked_rows: np.ndarray, length: int) -> Variable:
     """Return an array of all rows, if the values of the picked rows are computed from constants; else `values`."""
     if not all(isinstance(leaf, Constant) for leaf in list_leaves([values])):
         return values
@@ -321,13 +321,13 @@ def _scatter_constant_values(values: Any, picked_rows: np.ndarray, length: int) 
     return pt.constant(full)
 
 
-def _restrict_alloc_empty(restrictor: RowRestrictor, node: Node, axis: int) -> Any:
+def _restrict_alloc_empty(restrictor: RowRestrictor, node: Node, axis: int) -> Variable:
     """Restrict ``empty((n, k))``."""
     shape = node.inputs
     return node.op(*shape[:axis], restrictor.n_rows_variable, *shape[axis + 1 :])
 
 
-def _restrict_sparse_dot(restrictor: RowRestrictor, node: Node, axis: int) -> Any:
+def _restrict_sparse_dot(restrictor: RowRestrictor, node: Node, axis: int) -> Variable:
     """Restrict a product of a constant sparse matrix and a dense one.
 
     Each row has as many indexes and values as the row with most elements.
@@ -350,12 +350,12 @@ def _restrict_sparse_dot(restrictor: RowRestrictor, node: Node, axis: int) -> An
     return product.astype(node.outputs[0].type.dtype)
 
 
-def _restrict_reduction(restrictor: RowRestrictor, node: Node, axis: int) -> Any:
+def _restrict_reduction(restrictor: RowRestrictor, node: Node, axis: int) -> Variable:
     """Restrict ``values.sum(axis)``, along an axis that the sum keeps."""
     return node.op(restrictor.restrict(node.inputs[0], list_kept_axes(node)[axis]))
 
 
-def _restrict_along_other_axes(restrictor: RowRestrictor, node: Node, axis: int) -> Any:
+def _restrict_along_other_axes(restrictor: RowRestrictor, node: Node, axis: int) -> Variable:
     """Restrict an operation on one array along some axes, such as a softmax, or along all if its axis is None."""
     (values,) = node.inputs
     axes = getattr(node.op, "axis", ())  # a view has none
@@ -364,7 +364,7 @@ def _restrict_along_other_axes(restrictor: RowRestrictor, node: Node, axis: int)
     return node.op(restrictor.restrict(values, axis))
 
 
-def _restrict_join(restrictor: RowRestrictor, node: Node, axis: int) -> Any:
+def _restrict_join(restrictor: RowRestrictor, node: Node, axis: int) -> Variable:
     """Restrict ``concatenate([a, b], axis)``."""
     join_axis = getattr(node.op, "axis", None)
     axis_inputs = [] if join_axis is not None else node.inputs[:1]
@@ -378,7 +378,7 @@ def _restrict_join(restrictor: RowRestrictor, node: Node, axis: int) -> Any:
     return node.op(*axis_inputs, *[restrictor.restrict(array, axis) for array in arrays])
 
 
-def _restrict_joined_blocks(restrictor: RowRestrictor, node: Node, blocks: list[Any], axis: int) -> Any:
+def _restrict_joined_blocks(restrictor: RowRestrictor, node: Node, blocks: list[Any], axis: int) -> Variable:
     """Restrict blocks of rows of fixed lengths, one below the other: each row is computed in each block."""
     lengths = [block.type.shape[axis] for block in blocks]
     if None in lengths or sum(lengths) != restrictor.length or len(blocks) > _MAX_BLOCKS:
@@ -392,7 +392,7 @@ def _restrict_joined_blocks(restrictor: RowRestrictor, node: Node, blocks: list[
     return joined.astype(node.outputs[0].type.dtype)
 
 
-def _restrict_alloc(restrictor: RowRestrictor, node: Node, axis: int) -> Any:
+def _restrict_alloc(restrictor: RowRestrictor, node: Node, axis: int) -> Variable:
     """Restrict ``full((n, k), value)``."""
     value, *shape = node.inputs
     value_axis = axis - (len(shape) - value.type.ndim)
@@ -401,14 +401,14 @@ def _restrict_alloc(restrictor: RowRestrictor, node: Node, axis: int) -> Any:
     return node.op(value, *shape[:axis], restrictor.n_rows_variable, *shape[axis + 1 :])
 
 
-def _restrict_specify_shape(restrictor: RowRestrictor, node: Node, axis: int) -> Any:
+def _restrict_specify_shape(restrictor: RowRestrictor, node: Node, axis: int) -> Variable:
     """Restrict ``specify_shape(values, shape)``."""
     values, *shape = node.inputs
     lengths = [None if i == axis or length.type.ndim != 0 else length for i, length in enumerate(shape)]
     return pt.specify_shape(restrictor.restrict(values, axis), lengths)
 
 
-def _restrict_reshape(restrictor: RowRestrictor, node: Node, axis: int) -> Any:
+def _restrict_reshape(restrictor: RowRestrictor, node: Node, axis: int) -> Variable:
     """Restrict ``values.reshape((n, -1))``, which keeps axis 0."""
     values, shape = node.inputs
     length = values.type.shape[0] if values.type.ndim else None
@@ -418,7 +418,7 @@ def _restrict_reshape(restrictor: RowRestrictor, node: Node, axis: int) -> Any:
     return pt.reshape(restrictor.restrict(values, 0), [restrictor.n_rows_variable, *other_lengths])
 
 
-def _restrict_op_from_graph(restrictor: RowRestrictor, node: Node, axis: int) -> Any:
+def _restrict_op_from_graph(restrictor: RowRestrictor, node: Node, axis: int) -> Variable:
     """Restrict an `OpFromGraph` by the rules of the operations in its graph."""
     graph = node.op.fgraph
     if hasattr(graph, "unfreeze"):  # since 3.1

@@ -31,7 +31,7 @@ from synkhronos.variable_types import Node, Variable
 __all__ = ["restrict_scan"]
 
 
-def restrict_scan(restrictor: RowRestrictor, node: Node, axis: int) -> list[Any]:
+def restrict_scan(restrictor: RowRestrictor, node: Node, axis: int) -> list[Variable | NotRowwiseError]:
     """Return the outputs of a loop for the computed rows.
 
     In place of an output without rows along `axis` there is a `NotRowwiseError`.
@@ -94,7 +94,7 @@ class _StepRestrictor(RowRestrictor):
             v: (loop_input, i) for loop_input in loop_inputs for i, v in enumerate(loop_input.inner)
         }
 
-    def _restrict_data(self, variable: Variable, axis: int) -> Any:
+    def _restrict_data(self, variable: Variable, axis: int) -> Variable:
         """Replace an input of the graph of a step.  Data within the graph are replaced as everywhere."""
         if variable not in self._input_by_variable:
             return super()._restrict_data(variable, axis)
@@ -181,7 +181,7 @@ class _LoopBuilder:
     ) -> dict[int, Any]:
         """Return the outputs of a loop with these outputs of a step, which read ``read_variables``."""
 
-        def restrict(loop_input: _LoopInput) -> Any:
+        def restrict(loop_input: _LoopInput) -> Variable:
             if steps_are_rows and loop_input.has_steps:
                 return self._restrictor.restrict(loop_input.outer, 0)
             if loop_input.row_axis is None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from synkhronos.graph_libraries import get_library
+from synkhronos.variable_types import Variable
 
 __all__ = ["rank_mean"]
 
 
-def rank_mean(values: Any, rows: Any) -> Any:
+def rank_mean(values: Any, rows: Any) -> Variable:
     """Return the mean of a vector over all ranks, weighted by their numbers of rows.
 
     Parameters

@@ -32,7 +32,7 @@ def find_library(expected: str, *variables: Variable) -> GraphLibrary:
         raise TypeError(f"{expected}; {error}") from None
 
 
-def parse_params(params: Iterable[SharedVariable]) -> list[Any]:
+def parse_params(params: Iterable[SharedVariable]) -> list[SharedVariable]:
     """Return parameters as a list.  Raise TypeError or ValueError if they are not distinct shared float variables."""
     expected = "params: expected a list of shared variables of floats"
     # A variable is refused, since iterating over it would give its rows.
@@ -64,7 +64,7 @@ def check_scalars(params: Sequence[SharedVariable], **scalars: Any) -> None:
             raise ValueError(f"{expected}, got {_describe_value(value)}")
 
 
-def as_gradients(loss_or_grads: Variables, params: Sequence[SharedVariable]) -> list[Any]:
+def as_gradients(loss_or_grads: Variables, params: Sequence[SharedVariable]) -> list[Variable]:
     """Convert a loss to its gradients.  Return a list of gradients, one for each parameter, unchanged."""
     if not isinstance(loss_or_grads, list | tuple):
         expected = "loss_or_grads: expected a symbolic scalar or a list of gradients"

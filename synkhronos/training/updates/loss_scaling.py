@@ -28,7 +28,9 @@ _GROWTH_STEPS = 2000
 _MAX_SCALE = 2.0**24
 
 
-def compute_gradients_with_loss_scale(loss: Variable, params: Sequence[SharedVariable]) -> tuple[Any, list[Any]]:
+def compute_gradients_with_loss_scale(
+    loss: Variable, params: Sequence[SharedVariable]
+) -> tuple[SharedVariable, list[Variable]]:
     """Return a scale, a shared float32 scalar, and the gradients of the scaled loss divided by it.
 
     The gradients have at least float32, and are infinite or NaN where the scaled gradient overflows.

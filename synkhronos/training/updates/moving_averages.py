@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from synkhronos.graph_libraries import get_library
@@ -15,7 +13,7 @@ from synkhronos.variable_types import SharedVariable
 
 def add_moving_averages(
     updates: RuleUpdates, params: list[SharedVariable], decay: float
-) -> tuple[RuleUpdates, list[Any]]:
+) -> tuple[RuleUpdates, list[SharedVariable]]:
     """Add updates for moving averages of the parameters.  Return all updates, and the averages, in at least float32.
 
     The averages are e_t = d e_{t-1} + (1 - d) p_t.  They start from the parameters before the first step, even if the

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -50,16 +49,16 @@ class ShardLayout:
         self.row = self._library.shared(np.zeros(width, dtype), name="grad_row")
         self.rank_number = self._library.shared(np.asarray(0, "int64"), name="rank")
 
-    def get_columns(self, i: int) -> Any:
+    def get_columns(self, i: int) -> Variable:
         """Return the elements of parameter ``i`` in this rank's row."""
         return self.row[self._columns[i] : self._columns[i + 1]]
 
     @property
-    def tail(self) -> Any:
+    def tail(self) -> Variable:
         """Elements after all parameters in this rank's row, or a single unused element if the vector has no tail."""
         return self.row[self._columns[-1] :]
 
-    def stack_shards(self, vector: Variable) -> Any:
+    def stack_shards(self, vector: Variable) -> Variable:
         """Return the matrix of a vector of gradients."""
         columns, start = [], 0
         for i, size in enumerate(self.sizes):
@@ -68,7 +67,7 @@ class ShardLayout:
         columns.append(self._repeat_rows(vector[start:] if self.n_tail else self._tensor.zeros((1,), vector.dtype)))
         return self._library.convert_to_type_of(self.matrix, self._tensor.concatenate(columns, axis=1))
 
-    def join_rows(self, i: int) -> Any:
+    def join_rows(self, i: int) -> Variable:
         """Return a vector with the shards of parameter ``i`` in the rows of `matrix`."""
         size, length = self.sizes[i], self.lengths[i]
         rows = self.matrix[:, self._columns[i] : self._columns[i + 1]]
@@ -79,12 +78,12 @@ class ShardLayout:
         rest = size - n_full * length
         return self._tensor.concatenate([vector, rows[n_full, length - rest :]]) if rest else vector
 
-    def take_shard(self, i: int, variable: Variable) -> Any:
+    def take_shard(self, i: int, variable: Variable) -> Variable:
         """Return this rank's elements of an array with as many elements as parameter ``i``."""
         # A row is selected by an index instead of the bounds of a slice, so that XLA knows the shape.
         return self._to_rows(i, variable.flatten())[self.rank_number]
 
-    def _to_rows(self, i: int, flat: Variable) -> Any:
+    def _to_rows(self, i: int, flat: Variable) -> Variable:
         """Return a matrix whose rows are the ranks' shards of a vector with the elements of parameter ``i``."""
         if not self.is_sharded[i]:
             return self._repeat_rows(flat)
@@ -95,7 +94,7 @@ class ShardLayout:
         last = self._tensor.zeros((self._n_ranks - n_full, 1), flat.dtype) + flat[size - length :].dimshuffle("x", 0)
         return self._tensor.concatenate([flat[: n_full * length].reshape((n_full, length)), last], axis=0)
 
-    def _repeat_rows(self, flat: Variable) -> Any:
+    def _repeat_rows(self, flat: Variable) -> Variable:
         return self._tensor.zeros((self._n_ranks, 1), flat.dtype) + flat.dimshuffle("x", 0)
 
 

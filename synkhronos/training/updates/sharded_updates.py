@@ -82,7 +82,7 @@ class _ShardedValue:
         return cls(variable, lambda: whole, is_unchanged=is_unchanged)
 
     @cached_property
-    def whole(self) -> Any:
+    def whole(self) -> Variable:
         """The whole value.  Raise `_NotWholeError` if it depends on a sharded variable."""
         return self.make_whole()
 
@@ -295,7 +295,7 @@ class ShardedUpdates:
         """Make the value of output ``number`` of a node."""
         kind, out = type(node.op).__name__, node.outputs[number]
 
-        def make_whole() -> Any:
+        def make_whole() -> Variable:
             return node.clone_with_new_inputs([value.whole for value in inputs], strict=False).outputs[number]
 
         if kind == "Subtensor" and inputs[0].pieces:
@@ -362,7 +362,7 @@ class ShardedUpdates:
         shard = apply(piece.shard)
         return _ShardedValue(shard, lambda: apply(piece.whole), shard, piece.param_index)
 
-    def _get_shard(self, i: int, value: _ShardedValue) -> Any:
+    def _get_shard(self, i: int, value: _ShardedValue) -> Variable:
         """Return this rank's elements of a value with as many elements as parameter ``i``."""
         return value.shard if value.param_index == i else self._layout.take_shard(i, value.whole)
 
@@ -395,7 +395,7 @@ class ShardedUpdates:
         return 1 if all(value.variable.type.broadcastable) else None
 
 
-def _slice_whole(vector: _ShardedValue, start: int, stop: int) -> Any:
+def _slice_whole(vector: _ShardedValue, start: int, stop: int) -> Variable:
     return vector.whole[start:stop]
 
 
@@ -408,7 +408,7 @@ def _keeps_axis_order(new_order: Sequence[Any]) -> bool:
     return axes == sorted(axes)
 
 
-def _drop_axes(value: _ShardedValue) -> Any:
+def _drop_axes(value: _ShardedValue) -> Variable:
     """Return a value of one element as a variable without axes."""
     whole = value.whole
     return whole.dimshuffle() if whole.ndim else whole

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from synkhronos.variable_types import Array, SharedVariable
@@ -15,7 +13,7 @@ def make_zero_state(param: SharedVariable, name: str) -> SharedVariable:
     return make_shared_like(param, zeros, dtype, f"{param.name or 'param'}_{name}")
 
 
-def make_shared_like(param: SharedVariable, value: Array, dtype: str, name: str | None) -> Any:
+def make_shared_like(param: SharedVariable, value: Array, dtype: str, name: str | None) -> SharedVariable:
     """Make a shared variable with the broadcast pattern and device of `param`."""
     # The constructor and the type are used, since `shared` has another name for the pattern in each library.
     return type(param)(type=param.type.clone(dtype=dtype), value=np.asarray(value, dtype), strict=False, name=name)

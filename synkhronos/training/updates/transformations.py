@@ -271,7 +271,7 @@ def scale(factor: Scalar | Callable[[SharedVariable], Scalar]) -> Transformation
 
 def total_norm_constraint(
     tensor_vars: Sequence[Variable], max_norm: Scalar, epsilon: Scalar = 1e-7, return_norm: bool = False
-) -> Any:
+) -> Variables:
     r"""Scale variables such that their common norm is at most `max_norm`.
 
     Applied to the ranks' own gradients this depends on the number of ranks: use `clip_by_global_norm`, or
@@ -386,7 +386,7 @@ def _transform_step(
 
 def _apply_transformations(
     transforms: Sequence[Transformation], values: list[Any], params: list[SharedVariable]
-) -> list[Any]:
+) -> list[Variable]:
     """Apply transformations one after another."""
     for transform in transforms:
         values = list(transform(values, params))
@@ -417,7 +417,7 @@ def _check_positive_scalar(name: str, value: object) -> None:
         find_library(f"{name}: expected a positive number or a symbolic scalar, got {value!r}", value)
 
 
-def _to_scalar(name: str, value: Scalar, like: Variable) -> Any:
+def _to_scalar(name: str, value: Scalar, like: Variable) -> Variable:
     """Return an option as a scalar in the dtype of `like`.  Raise ValueError for an array."""
     check_scalars([like], **{name: value})
     return as_scalar(value, like)
