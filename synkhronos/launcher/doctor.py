@@ -9,7 +9,7 @@ import platform
 import shutil
 import sys
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 from synkhronos.checks import list_versions
 from synkhronos.devices import list_gpu_devices
@@ -18,16 +18,27 @@ from synkhronos.launcher import core_binding
 from synkhronos.ranks import count_available_cores
 from synkhronos.ranks.segments import get_free_memory
 
-#: The package that provides each module.  For an optional module, also the feature that needs it, and the extra of
-#: Synkhronos that installs it.
+
+class _Package(NamedTuple):
+    """The package that provides a module.
+
+    If it is optional, ``feature`` is what needs it, and ``extra`` the extra of Synkhronos that installs it.
+    """
+
+    name: str
+    feature: str = ""
+    extra: str = ""
+
+
+#: The packages by module.
 _PACKAGES = {
-    "pytensor": ("pytensor", "", ""),
-    "theano": ("Theano", "", ""),
-    "jax": ("jax", "PyTensor's JAX mode", "jax"),
-    "lasagne": ("Lasagne", "Lasagne's layers, and the model zoo", "lasagne"),
-    "safetensors": ("safetensors", "checkpoints, and train --resume", "training"),
-    "mpi4py": ("mpi4py", "ranks on several hosts", "hosts"),
-    "matplotlib": ("matplotlib", "pictures of runs (python -m synkhronos show)", "demos"),
+    "pytensor": _Package("pytensor"),
+    "theano": _Package("Theano"),
+    "jax": _Package("jax", "PyTensor's JAX mode", "jax"),
+    "lasagne": _Package("Lasagne", "Lasagne's layers, and the model zoo", "lasagne"),
+    "safetensors": _Package("safetensors", "checkpoints, and train --resume", "training"),
+    "mpi4py": _Package("mpi4py", "ranks on several hosts", "hosts"),
+    "matplotlib": _Package("matplotlib", "pictures of runs (python -m synkhronos show)", "demos"),
 }
 
 
@@ -50,19 +61,19 @@ def make_report() -> str:
         "cores": f"{count_available_cores()} for this process, {os.cpu_count()} in all",
         "memory": f"{get_free_memory() / 2**30:.1f} GiB free",
     }
-    for module, (package, *_) in _PACKAGES.items():
+    for module, package in _PACKAGES.items():
         if module in installed:
-            facts[package] = list_versions([package]).get(package, "unknown version")
+            facts[package.name] = list_versions([package.name]).get(package.name, "unknown version")
     facts["GPUs"] = str(n_gpus or "none")
     width = max(map(len, facts))
     lines = [f"{name:{width}}  {fact}" for name, fact in facts.items()]
     if n_gpus:
         with contextlib.suppress(Exception):  # NVML's functions fail on some drivers
             lines += _describe_gpus(n_gpus)
-    steps = _list_required_steps(installed, n_gpus)
-    lines += ["", "Do first"] if steps else ["", f"Ready: {_describe_ranks(installed, n_gpus)}"]
+    steps, gpu_steps = _list_required_steps(installed), _list_gpu_steps(installed) if n_gpus else []
+    lines += ["", "Do first"] if steps else ["", f"Ready: {_describe_ranks(installed, 0 if gpu_steps else n_gpus)}"]
     lines += [f"  {i}. {step}" for i, step in enumerate(steps, 1)]
-    if optional := _list_optional_steps(installed):
+    if optional := gpu_steps + _list_optional_steps(installed):
         lines += ["", "Optional", *(f"  {step}" for step in optional)]
     return "\n".join(lines) + "\n"
 
@@ -74,27 +85,33 @@ def _describe_ranks(installed: set[str], n_gpus: int) -> str:
     return f"{library}'s functions run on the {devices}; synkhronos.fork() starts {ranks}"
 
 
-def _list_required_steps(installed: set[str], n_gpus: int) -> list[str]:
-    """Return the steps that ranks need, the most important first."""
+def _list_required_steps(installed: set[str]) -> list[str]:
+    """Return the steps that functions on any device need, the most important first."""
     steps = []
     libraries = installed & {"pytensor", "theano"}
     if not libraries:
         steps.append("install a graph library; without one nothing runs: pip install 'synkhronos[pytensor]'")
     if "theano" in installed and shutil.which("g++") is None:
         steps.append("install g++, with which Theano compiles functions: apt-get install g++")
-    for device in list_gpu_devices():
-        if n_gpus and device.graph_library_name in installed and (lacking := device.list_missing_requirements()):
-            steps.append(f"make the GPUs usable, which needs {', '.join(lacking)}: {device.install_hint}")
     return steps
+
+
+def _list_gpu_steps(installed: set[str]) -> list[str]:
+    """Return the steps that ranks on GPUs need.  Without them, ranks run on the cores."""
+    return [
+        f"ranks on GPUs, which need {', '.join(missing)}: {device.install_hint}"
+        for device in list_gpu_devices()
+        if device.graph_library_name in installed and (missing := device.list_missing_requirements())
+    ]
 
 
 def _list_optional_steps(installed: set[str]) -> list[str]:
     """Return the steps that optional features need."""
     steps = []
-    for module, (_, feature, extra) in _PACKAGES.items():
+    for module, package in _PACKAGES.items():
         # JAX comes with a NumPy that Theano can't use.
-        if extra and module not in installed and not (module == "jax" and "theano" in installed):
-            steps.append(f"{feature}: pip install 'synkhronos[{extra}]'")
+        if package.extra and module not in installed and not (module == "jax" and "theano" in installed):
+            steps.append(f"{package.feature}: pip install 'synkhronos[{package.extra}]'")
     if "theano" not in installed and shutil.which("g++") is None:
         steps.append("PyTensor's C mode: apt-get install g++")
     return steps

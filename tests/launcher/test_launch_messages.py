@@ -472,7 +472,7 @@ def test_doctor_says_that_ranks_can_run(monkeypatch, library, ready, absent):
     assert "Do first" not in required and f"\nReady: {ready}" in required and absent not in optional
 
 
-def test_doctor_puts_gpus_that_cannot_be_used_first(monkeypatch):
+def test_doctor_says_that_gpus_without_their_packages_are_not_used(monkeypatch):
     from synkhronos.devices import JAX
 
     monkeypatch.setattr(doctor, "find_spec", lambda name: name if name == "pytensor" else None)
@@ -481,8 +481,9 @@ def test_doctor_puts_gpus_that_cannot_be_used_first(monkeypatch):
     monkeypatch.setattr(doctor, "_describe_gpus", lambda count: ["  cuda0: a card", "  cuda1: a card"])
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 8 << 30}))
     text = doctor.make_report()
-    assert "  1. make the GPUs usable, which needs jax, nccl4py: pip install 'synkhronos[gpu]'\n" in text
-    assert text.index("cuda1: a card") < text.index("Do first")
+    facts, optional = text.split("\nOptional\n")
+    assert "cuda1: a card\n\nReady: PyTensor's functions run on the cores; synkhronos.fork() starts " in facts
+    assert optional.startswith("  ranks on GPUs, which need jax, nccl4py: pip install 'synkhronos[gpu]'\n")
 
 
 def test_options_are_checked_with_their_rule(tmp_path, monkeypatch):
