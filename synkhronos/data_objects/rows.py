@@ -15,7 +15,7 @@ import numpy.typing as npt
 from synkhronos.casts import check_dense
 from synkhronos.devices import Selection
 
-Rows = TypeVar("Rows", range, np.ndarray, Selection)
+SelectionT = TypeVar("SelectionT", range, np.ndarray, Selection)
 #: Argument ``batch``: all rows, the first ones, a slice, indexes, or a mask.
 BatchArgument = int | slice | Sequence[int] | npt.NDArray[Any] | None
 
@@ -49,7 +49,7 @@ def select_rows(batch: BatchArgument, length: int, name: str = "batch") -> Selec
         if min(batch[0], batch[-1]) >= 0:
             return batch
         batch = np.arange(batch.start, batch.stop, batch.step)
-    index = as_index_array(batch, name)
+    index = as_indexes_or_mask(batch, name)
     if index.dtype == bool:
         if len(index) != length:
             raise ValueError(f"{name}: a mask needs one entry for each of the {length} rows, got {len(index)}")
@@ -85,7 +85,7 @@ def select_rows_unbounded(batch: BatchArgument) -> Selection:
             raise IndexError(f"{name}={batch}: expected a number of rows, at least 0")
         return range(int(batch))
     if not isinstance(batch, range | bool | np.bool_):
-        index = as_index_array(batch, name)
+        index = as_indexes_or_mask(batch, name)
         if index.dtype == bool:
             return np.flatnonzero(index)
     max_length = int(np.iinfo(np.int64).max)
@@ -99,7 +99,7 @@ _INT64 = np.dtype(np.int64)
 _VALID_BATCHES = "None, an int, a slice, a list or array of indexes, or a boolean mask"
 
 
-def as_index_array(batch: BatchArgument, name: str, expected: str = _VALID_BATCHES) -> np.ndarray:
+def as_indexes_or_mask(batch: BatchArgument, name: str, expected: str = _VALID_BATCHES) -> np.ndarray:
     """Return a list of indexes as an array of int64, or a mask as an array of bool, without a check of bounds.
 
     ``name`` and ``expected`` are the argument and the description of its valid values in errors.
@@ -118,7 +118,7 @@ def as_index_array(batch: BatchArgument, name: str, expected: str = _VALID_BATCH
     if index.size == 0 and index.dtype != bool:
         return np.empty(0, np.int64)
     if index.dtype.kind not in "biu":
-        raise TypeError(f"{name}: expected integer indexes or a boolean mask, got dtype {index.dtype}")
+        raise TypeError(f"{name}: expected {expected}, got dtype {index.dtype}")
     if index.dtype == np.uint64 and int(index.max()) > np.iinfo(np.int64).max:
         raise IndexError(f"{name}: index {index.max()} is out of range for any data")
     return index if index.dtype == bool else index.astype(np.int64, copy=False)
@@ -145,7 +145,7 @@ def get_share_slice(n_rows: int, n_shares: int, index: int) -> slice:
     return slice(start, start + quotient + (index < remainder))
 
 
-def split_selection(rows: Rows, n_shares: int) -> list[Rows]:
+def split_selection(rows: SelectionT, n_shares: int) -> list[SelectionT]:
     """Return the shares of a selection; see `get_share_slice`."""
     n_rows = len(rows)
     return [rows[get_share_slice(n_rows, n_shares, index)] for index in range(n_shares)]

@@ -16,7 +16,7 @@ from synkhronos.data_objects import Data
 from synkhronos.data_objects.data_access import SharedBuffers, check_session, get_array_location
 from synkhronos.data_objects.rows import (
     BatchArgument,
-    as_index_array,
+    as_indexes_or_mask,
     check_slice_bounds,
     find_max_row,
     find_min_row,
@@ -224,7 +224,7 @@ def split_selections_by_rank(batch_s: Any, size: int, name: str = "batch_s") -> 
 
 def to_integer_indexes(selection: Any, name: str) -> np.ndarray:
     """Convert indexes to an array of int64, whose range each rank checks.  Raise TypeError for a mask."""
-    index = as_index_array(selection, name, "a slice, a list of indexes, or a list of these, one for each rank")
+    index = as_indexes_or_mask(selection, name, "a slice, a list of indexes, or a list of these, one for each rank")
     if index.dtype == bool:
         raise TypeError(f"{name}: expected integer indexes, got dtype {index.dtype}")
     return index
