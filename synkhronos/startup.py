@@ -235,8 +235,7 @@ def start_ranks(
             for name, n_ranks_of_host in host_list:
                 if not is_this_machine(name):  # a single host has no agents that would detect this
                     raise RuntimeError(
-                        f"the hosts {name} could not be reached: the first host has to be the machine that calls "
-                        f"fork(), and {name} is not"
+                        f"hosts: the first host has to be the machine that calls fork(), and {name} is not"
                     )
                 n_parallel = n_ranks_of_host or n_parallel
             device, n_ranks = choose_device(use_gpu, n_parallel)

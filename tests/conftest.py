@@ -131,7 +131,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Exempt modules and tests from garbage collection, of which each full one would visit all of them."""
+    """Exempt modules and tests from garbage collection: a full collection would visit all of them."""
     gc.collect()
     gc.freeze()
 
@@ -151,13 +151,13 @@ class ReusedRanks:
     session = None
 
     def fork(self, n, **kwargs):
-        if kwargs or not self.usable(n):
+        if kwargs or not self.can_reuse(n):
             self.close()
             fork_ranks(n, **kwargs)
             self.session = None if kwargs else ranks.get_session()
         return n
 
-    def usable(self, n):
+    def can_reuse(self, n):
         session = self.session
         if session is None or session.close_reason is not None or session.size != n:
             return False
@@ -206,7 +206,7 @@ def compiler():
 
 
 @pytest.fixture
-def uncompiled():
+def without_compiler():
     """Start new processes without Theano's C++ compiler, which this process does not use either."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT_WITHOUT_COMPILER.items():

@@ -157,14 +157,14 @@ class VariableReplica:
         self.library.store_value(self.shared, array)
         self.value = self.library.borrow_value(self.shared)
 
-    def raise_common_error(self, message: str) -> NoReturn:
+    def raise_common_value_error(self, message: str) -> NoReturn:
         """Raise a ValueError that all ranks have found at the same point; see `Rank.raise_common_error`."""
         self._rank.raise_common_error(ValueError(message))
 
     def check_equal_shapes(self, collective: str) -> None:
         """Raise ValueError on all ranks if the ranks' shapes differ."""
         if len({shape for shape, _ in self.layouts}) > 1:
-            self.raise_common_error(
+            self.raise_common_value_error(
                 f"{collective}: {describe(self.shared)} needs the same shape on all ranks, but {self.format_shapes()}; "
                 "see gather(), which takes any shapes"
             )
@@ -172,7 +172,7 @@ class VariableReplica:
     def check_shape(self, shape: tuple[int, ...], collective: str) -> None:
         """Raise ValueError on all ranks if the variable's type doesn't allow a shape."""
         if not self.library.accepts_shape(self.shared, shape):
-            self.raise_common_error(
+            self.raise_common_value_error(
                 f"{collective}: {describe(self.shared)} of type {self.shared.type} can't take shape {shape}"
             )
 
@@ -267,7 +267,7 @@ class AllGather(Command):
         for replica in replicas:
             if not _can_concatenate(replica.layouts):
                 shapes = replica.format_shapes()
-                replica.raise_common_error(
+                replica.raise_common_value_error(
                     f"all_gather: {describe(replica.shared)} can't be concatenated along axis 0: {shapes}"
                 )
             rows = sum(shape[0] for shape, _ in replica.layouts)
@@ -294,7 +294,7 @@ class ReduceScatter(Command):
             replica.check_equal_shapes("reduce_scatter")
             shape = replica.layouts[0][0]
             if not shape:
-                replica.raise_common_error(f"reduce_scatter: {describe(replica.shared)} has no rows to divide")
+                replica.raise_common_value_error(f"reduce_scatter: {describe(replica.shared)} has no rows to divide")
             shares.append(split_selection(range(shape[0]), rank.size))
             for share in shares[-1]:
                 replica.check_shape((len(share), *shape[1:]), "reduce_scatter")

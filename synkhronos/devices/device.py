@@ -1,9 +1,9 @@
 """The base class of devices.
 
-A device is a module of this package with an object ``DEVICE``.  The module's name selects the device: with
-``SYNKHRONOS_DEVICE=toy`` in the environment, ranks compute with the arrays of ``toy.py``.  Three methods are required:
-`owns`, `to_numpy` and `from_numpy`.  Defaults that need an array's content copy it through host memory.  Override other
-methods for one of these reasons:
+A device is an object ``DEVICE`` of a module of this package.  Its attribute ``name`` selects it: with
+``SYNKHRONOS_DEVICE=toy`` in the environment, ranks compute with the arrays of the device named "toy".  Three methods
+are required: `owns`, `to_numpy` and `from_numpy`.  Defaults that need an array's content copy it through host memory.
+Override other methods for one of these reasons:
 
 - speed: any default that copies through host memory, such as `empty`, `concatenate` and `read_segment`
 - exchange rules that compute with the device's arrays: `has_arithmetic`; also `flatten` and `split`, unless the arrays

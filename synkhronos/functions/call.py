@@ -24,7 +24,7 @@ from synkhronos.engines import Runner
 from synkhronos.engines.accumulator import Accumulator
 from synkhronos.engines.outputs import RankOutputs
 from synkhronos.functions.computation import CompiledVariant, Computation, RowSelector, Variant
-from synkhronos.functions.rank_mean import RankMeanContext
+from synkhronos.functions.rank_mean_context import RankMeanContext
 from synkhronos.functions.slow_warning import warn_if_slow
 from synkhronos.graph_libraries.library import CompileOrder
 from synkhronos.ranks import ArrayLocation, Command, Rank, RowAccess

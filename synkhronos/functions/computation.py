@@ -27,7 +27,7 @@ from synkhronos.devices import NUMPY, Device
 from synkhronos.devices.selection import Buffers
 from synkhronos.engines import Engine, Runner, choose_engine
 from synkhronos.engines.outputs import OutputSpec
-from synkhronos.functions.rank_mean import count_rank_means
+from synkhronos.functions.rank_mean_context import count_rank_means
 from synkhronos.graph_libraries import GraphLibrary
 from synkhronos.graph_libraries.library import CompileOrder, InputSpec
 from synkhronos.replication.user_code import UserCode

@@ -291,7 +291,7 @@ class Loader:
             finally:
                 self.wait_seconds += time.perf_counter() - start_time
             length = ring.unit_lengths[unit % layout.n_slots]
-            rows = ring.select_rows(unit, length)
+            rows = ring.take_readable_rows(unit, length)
             plan = plan._replace(position=plan.position + plan.n_ranks * batch_size)
             is_over = length < batch_size if count is None else not plan.list_unit_starts(count, batch_size)
             plan, unit = plan.advance_epoch() if is_over else plan, unit + 1
@@ -376,7 +376,7 @@ class LoaderRows:
         for unit in range(self.find_unit(start), self.find_unit(stop)):
             position = self.plan.position + (unit - self._first_unit) * self.layout.unit_rows
             self._ring.wait_until_filled(unit, (self.plan.epoch, position), on_poll)
-            selections.append(self._ring.select_rows(unit, min(self.layout.unit_rows, self._n_rows - position)))
+            selections.append(self._ring.take_readable_rows(unit, min(self.layout.unit_rows, self._n_rows - position)))
         return (
             selections[0]
             if len(selections) == 1

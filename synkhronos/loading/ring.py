@@ -270,8 +270,11 @@ class Ring:
                 return f"loader {loader} (process {pid}) {_describe_exit(pid)}"
         return ""
 
-    def select_rows(self, unit: int, length: int) -> Selection:
-        """Return the indexes, in the ring's arrays, of the readable rows among the first ``length`` rows of a unit."""
+    def take_readable_rows(self, unit: int, length: int) -> Selection:
+        """Return the indexes, in the ring's arrays, of the readable rows among the first ``length`` rows of a unit.
+
+        The other rows are added to `n_skipped`.
+        """
         slot = unit % self.layout.n_slots
         start = slot * self.layout.unit_rows
         status = self.row_status[slot, :length]

@@ -10,7 +10,7 @@ import numpy as np
 from synkhronos.devices import NUMPY, find_device
 from synkhronos.engines import Runner
 from synkhronos.functions.computation import DEFAULT_VARIANT, Computation
-from synkhronos.functions.rank_mean import make_own_pace_error
+from synkhronos.functions.rank_mean_context import make_own_pace_error
 from synkhronos.programs.local_rows import LocalRows
 from synkhronos.ranks import Rank
 from synkhronos.ranks.program_peers import ProgramPeers

@@ -20,7 +20,7 @@ from synkhronos.data_objects import Data
 from synkhronos.data_objects.data_access import check_session, get_array_location, is_published
 from synkhronos.functions import Function, get_dispatcher
 from synkhronos.functions.computation import DEFAULT_VARIANT
-from synkhronos.functions.rank_mean import RankMeanContext
+from synkhronos.functions.rank_mean_context import RankMeanContext
 from synkhronos.functions.slow_warning import warn_if_slow
 from synkhronos.graph_libraries import list_loaded_libraries
 from synkhronos.programs.local_function import LocalFunction
@@ -121,8 +121,8 @@ class RunProgram(_RunProgramFields, Command):
             program, args, kwargs = unpickler.load()
         except (AttributeError, ImportError) as error:
             raise TypeError(
-                f"the program, or an argument, can't be found on rank {rank.number}: {error}; define it in a module; "
-                "in the script, before synkhronos.fork(), is enough where JAX didn't run before that"
+                f"the program, or an argument, can't be found on rank {rank.number}: {error}; define it in a "
+                "module, or, if JAX has not run in this process, in the script before synkhronos.fork()"
             ) from error
         peers.report_progress()
         with RankMeanContext.forbid():

@@ -1,6 +1,13 @@
 """Deferral of signals where an operation must not be left half done.
 
 Any signal handler may raise an exception: KeyboardInterrupt at SIGINT, or the error of a time limit (``signal.alarm``).
+Python runs it between two bytecodes of the main thread.  `defer_signals` replaces all handlers that may raise by one
+that records the signal.  Two simpler designs do not work:
+
+- A mask of blocked signals: the system delivers a signal to another thread that has not blocked it, such as one of a
+  BLAS, and Python still runs the handler in the main thread.
+- ``except BaseException`` around an operation: the exception may be raised within the ``except`` block, too, or within
+  JAX's Python code, which leaves JAX unusable.
 """
 
 from __future__ import annotations
@@ -34,11 +41,8 @@ class NonRaisingHandler(partial[object]):
 class defer_signals:  # noqa: N801 - a block, as the functions of contextlib are
     """Defer the handlers of all signals to the end of the ``with`` block.
 
-    A wait within the block may poll `stop_deferring_if_late`, which runs them after `MAX_DEFERRAL_SECONDS`.
-
-    A mask of blocked signals is not sufficient: the system would deliver them to another thread, such as one of a BLAS,
-    and Python would then run the handler in the main thread.  In a block in another thread nothing is deferred, as
-    handlers never run there.
+    A wait within the block may poll `stop_deferring_if_late`, which runs them after `MAX_DEFERRAL_SECONDS`.  In a block
+    in another thread nothing is deferred, as handlers never run there.
 
     Use it for short blocks, and for longer ones of compiled code that no handler interrupts, such as XLA's compiler.
     """

@@ -20,7 +20,7 @@ from synkhronos.devices import JAX, PYGPU, cuda
 from synkhronos.devices.cuda.nccl import NcclGroupCommunicator
 from synkhronos.devices.cuda.staging import Staging, _PinnedMemory, _PinnedRing
 from synkhronos.devices.jax.xla_communicator import BufferSpan, XlaCommunicator
-from synkhronos.engines.xla.fused_runner import NcclCollectiveHandler
+from synkhronos.engines.xla.fused_runner import NcclLaunchCollectives
 from synkhronos.patching import set_environment
 from synkhronos.ranks import Cancelled
 
@@ -474,7 +474,7 @@ def test_launch_all_reduce_of_chunks_overlaps_and_is_joined(streams):
 
 def test_launch_all_reduce_needs_agreement_of_all_ranks(streams):
     communicator, events = streams
-    handler = NcclCollectiveHandler(types.SimpleNamespace(), communicator, "sum", (5,), is_repeated=False)
+    handler = NcclLaunchCollectives(types.SimpleNamespace(), communicator, "sum", (5,), is_repeated=False)
     handler.start([BufferSpan(64, 64, 3, "float32")], 7)
     events.clear()
     with pytest.raises(ValueError, match=r"expected shape \(5,\), as before the launch, got 4 items"):

@@ -107,7 +107,7 @@ def test_several_processes_compile_once(tmp_path):
     compiler.write_text(f'#!/bin/sh\necho "$0" >> {log}\nsleep 0.3\nfor last; do :; done\necho library > "$last"\n')
     compiler.chmod(0o755)
     code = (
-        "from synkhronos.devices.jax import nccl_handlers; print(nccl_handlers.compile_handlers().read_text().strip())"
+        "from synkhronos.devices.jax import nccl_handlers as n; print(n.get_or_compile_handlers().read_text().strip())"
     )
     environment = {"CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     processes = [
@@ -119,7 +119,7 @@ def test_several_processes_compile_once(tmp_path):
     assert sorted(path.suffix for path in (tmp_path / "cache" / "synkhronos").iterdir()) == [".lock", ".so"]
 
 
-@pytest.mark.parametrize(("compiler", "words"), [("no-such-compiler", "not installed"), ("false", "can't be compiled")])
+@pytest.mark.parametrize(("compiler", "words"), [("no-such-compiler", "not installed"), ("false", "can't be used")])
 def test_without_a_compiler_xla_calls_through_python(tmp_path, compiler, words):
     code = """
         import logging, os

@@ -15,7 +15,7 @@ from xla_launches import Alarm, get_runner, on_host
 
 import synkhronos as synk
 from synkhronos.devices import JAX
-from synkhronos.devices.jax.ffi_collectives import CollectiveHandler
+from synkhronos.devices.jax.ffi_collectives import LaunchCollectives
 from synkhronos.devices.jax.scalar_log import ScalarLog
 from synkhronos.engines import StepShards
 from synkhronos.engines.xla import traced_exchange
@@ -36,7 +36,7 @@ def view_items(address, n_items, dtype):
     return np.frombuffer((ctypes.c_char * (n_items * dtype.itemsize)).from_address(address), dtype)
 
 
-class TwoEqualShards(CollectiveHandler):
+class TwoEqualShards(LaunchCollectives):
     """Fake of the collectives of a sharded step between two ranks; this is rank 0, and rank 1 has its values.
 
     ``valid`` are the flags of the reduce-scatter and of the all-gather.
@@ -60,7 +60,7 @@ class TwoEqualShards(CollectiveHandler):
         ctypes.c_int32.from_address(flag).value = self.valid.pop(0)
 
 
-class DoublingHandler(CollectiveHandler):
+class DoublingHandler(LaunchCollectives):
     """Fake of a second rank with the same values."""
 
     def __init__(self, calls=(), valid=1):
@@ -107,7 +107,7 @@ def fused_launch(pair):
 
 def launch_and_wait(launch, shareds, handler):
     """Launch, wait, and return the outputs."""
-    with defer_signals(), launch.ffi_collectives.use_collective_handler(handler):
+    with defer_signals(), launch.ffi_collectives.use_launch_collectives(handler):
         (total,) = launch(JAX.from_numpy(np.arange(3.0)))
         JAX.wait([get_library(s).borrow_value(s) for s in shareds])
     return [float(JAX.to_numpy_many([total])[0]), *(np.asarray(s.get_value()).tolist() for s in shareds)]
@@ -133,7 +133,7 @@ def test_fused_launch_advances_to_the_next_rows(pair, is_valid):
         for row in rows.reshape(4, 3) if is_valid else []:
             g = 2 * row * w
             w, n = w - g, n + 1
-        with defer_signals(), launch.ffi_collectives.use_collective_handler(DoublingHandler(calls, is_valid), 4):
+        with defer_signals(), launch.ffi_collectives.use_launch_collectives(DoublingHandler(calls, is_valid), 4):
             totals = launch(JAX.from_numpy(rows))
             JAX.wait([get_library(s).borrow_value(s) for s in shareds])
         assert [float(total) for total in JAX.to_numpy_many(totals)] == [3.0, 12.0, 21.0, 30.0]
@@ -159,7 +159,7 @@ def test_fused_launch_reduces_nothing_after_an_error(pair):
 
     failing_handler = FailingHandler()
     with pytest.raises(Alarm):
-        with defer_signals(), launch.ffi_collectives.use_collective_handler(failing_handler, 4):
+        with defer_signals(), launch.ffi_collectives.use_launch_collectives(failing_handler, 4):
             launch(JAX.from_numpy(np.arange(12.0)))
     assert len(calls) == failing_handler.waits == 2
     np.testing.assert_array_equal(shareds[1].get_value(), [1.0, -1.0, -3.0])
@@ -171,7 +171,7 @@ def test_repeated_launch_all_reduces_each_time(pair):
     runners, shareds = pair
     launch = runners[0].fuse(ExchangeSpec(shareds[0].container.storage), [runners[1]], n_repeats=2)
     with pytest.raises(RuntimeError, match="made 2 collectives, expected 1"):
-        with defer_signals(), launch.ffi_collectives.use_collective_handler(DoublingHandler()):
+        with defer_signals(), launch.ffi_collectives.use_launch_collectives(DoublingHandler()):
             launch(JAX.from_numpy(np.arange(6.0)))
 
 
@@ -184,7 +184,7 @@ def test_repeated_launch_all_reduces_constants_each_time(fork):
     synk.distribute()
     runners = [get_runner(first), get_runner(second)]
     launch, calls = runners[0].fuse(ExchangeSpec(g.container.storage), [runners[1]], n_repeats=4), []
-    with defer_signals(), launch.ffi_collectives.use_collective_handler(DoublingHandler(calls), 4):
+    with defer_signals(), launch.ffi_collectives.use_launch_collectives(DoublingHandler(calls), 4):
         totals = launch()
         JAX.wait([get_library(w).borrow_value(w)])
     assert [float(total) for total in JAX.to_numpy_many(totals)] == [3.0, -3.0, -9.0, -15.0]
@@ -227,7 +227,7 @@ def test_fused_all_reduce_accepts_chunks_and_another_dtype(
     rows = rng.uniform(1, 2, (n_repeats, sum(SIZES))).astype("float32")
     rows[:, -1] = 67  # rounds to 66 with eight bits of mantissa after a division by 3
     handler = DoublingHandler()
-    with defer_signals(), launch.ffi_collectives.use_collective_handler(handler, n_repeats):
+    with defer_signals(), launch.ffi_collectives.use_launch_collectives(handler, n_repeats):
         launch(JAX.from_numpy(rows))
         JAX.wait([get_library(w).borrow_value(w)])
     # With a wire dtype, the program itself divides the gradient and the number of rows by the number of ranks.
@@ -292,7 +292,7 @@ def test_sharded_step_is_one_launch(fork, monkeypatch, chunk, calls, valid):
     )
     launch = first.fuse(spec, others)
     ranks, row = TwoEqualShards(valid), np.arange(1.0, 5.0)
-    with defer_signals(), launch.ffi_collectives.use_collective_handler(ranks, 2):
+    with defer_signals(), launch.ffi_collectives.use_launch_collectives(ranks, 2):
         launch(JAX.from_numpy(row))
         JAX.wait([get_library(p).borrow_value(p) for p in (*params, *state_shards)])
     assert ranks.calls == calls
@@ -361,11 +361,11 @@ def test_error_after_a_started_chunk_waits_and_updates_nothing(fork, monkeypatch
 
     failing_handler = FailingHandler()
     with pytest.raises(Alarm):
-        with defer_signals(), launch.ffi_collectives.use_collective_handler(failing_handler):
+        with defer_signals(), launch.ffi_collectives.use_launch_collectives(failing_handler):
             launch()
     assert failing_handler.waits == 1 and failing_handler.calls == []
     np.testing.assert_array_equal(w.get_value(), np.ones(60))
-    with defer_signals(), launch.ffi_collectives.use_collective_handler(DoublingHandler()):
+    with defer_signals(), launch.ffi_collectives.use_launch_collectives(DoublingHandler()):
         launch()
     np.testing.assert_array_equal(w.get_value(), [-3.0] * 30 + [-5.0] * 30)
 
@@ -451,7 +451,7 @@ def test_error_in_all_reduce_is_raised_after_the_launch(fused_launch, by_signal)
 def test_fused_launch_all_reduces_once(fused_launch):
     launch, shareds = fused_launch
     with pytest.raises(RuntimeError, match="made 0 collectives, expected 1"):
-        with defer_signals(), launch.ffi_collectives.use_collective_handler(DoublingHandler()):
+        with defer_signals(), launch.ffi_collectives.use_launch_collectives(DoublingHandler()):
             pass
     # Launches outside of a block are not counted.
     launch(JAX.from_numpy(np.arange(3.0)))
@@ -466,8 +466,8 @@ def test_callbacks_find_their_handler(fused_launch, pair):
     launch, shareds = fused_launch
     other = runners[0].fuse(ExchangeSpec(shareds[0].container.storage), [runners[1]], n_repeats=2)
     calls, other_calls = [], []
-    with defer_signals(), launch.ffi_collectives.use_collective_handler(DoublingHandler(calls)):
-        with other.ffi_collectives.use_collective_handler(DoublingHandler(other_calls), 2):
+    with defer_signals(), launch.ffi_collectives.use_launch_collectives(DoublingHandler(calls)):
+        with other.ffi_collectives.use_launch_collectives(DoublingHandler(other_calls), 2):
             other(JAX.from_numpy(np.arange(6.0)))
         launch(JAX.from_numpy(np.arange(3.0)))
         JAX.wait([get_library(s).borrow_value(s) for s in shareds])

@@ -8,7 +8,7 @@ from library import tensor as T
 import synkhronos as synk
 from synkhronos import exchange_rules
 from synkhronos.extensions.rank_mean import rank_mean
-from synkhronos.functions.rank_mean import RankMeanContext, average_over_ranks
+from synkhronos.functions.rank_mean_context import RankMeanContext, average_over_ranks
 from synkhronos.training import make_train_function, make_train_function_serial, make_trainer
 from synkhronos.training.updates import adam
 

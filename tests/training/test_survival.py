@@ -139,7 +139,7 @@ def test_on_death_continue_after_random_deaths(name, seed, monkeypatch, tmp_path
     assert killer.killed > 2 and any(report.deaths for report in disturbed[2])
 
 
-@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.usefixtures("without_compiler")
 @pytest.mark.parametrize(("name", "spawns"), [("BSP", False), ("BSP", True), ("LocalSGD", False), ("LocalSGD", True)])
 def test_on_death_continue_works_with_a_loader(name, spawns, monkeypatch):
     """With new processes in place of forks, as in JAX mode and on several hosts, loader processes start anew, too."""
@@ -168,7 +168,7 @@ def test_on_death_continue_works_with_a_loader(name, spawns, monkeypatch):
     check_same(name, disturbed, undisturbed)
 
 
-@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.usefixtures("without_compiler")
 @pytest.mark.parametrize("kind", ["whole", "sharded", "sharded, fresh workers"])
 def test_on_death_copies_equal_variables_from_the_master(kind, monkeypatch):
     options = {"ema": 0.5, "shard_optimizer": kind != "whole"}
@@ -517,7 +517,7 @@ def test_on_death_stops_by_default(monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "noise"), [("BSP", True), ("LocalSGD", False)])
-@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.usefixtures("without_compiler")
 def test_on_death_continue_with_spawned_workers(name, noise, monkeypatch):
     """As in JAX mode, new processes receive the data, the functions, the state, and the definitions of the script."""
 

@@ -1,4 +1,4 @@
-"""Search for the stream on which XLA computes: a program calls a foreign function, which XLA passes the stream."""
+"""Search for XLA's compute stream: a small program calls a foreign function, and XLA passes the stream to it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ComputeStream(NamedTuple):
 
 _STREAM_TARGET = "synkhronos_compute_stream"
 #: Thread that launches the program with `_stream_callback`.
-_probing_threads: list[threading.Thread] = []
+_probing_thread: threading.Thread | None = None
 #: Streams that `_stream_callback` has found.
 _found_streams: list[ComputeStream] = []
 
@@ -36,8 +36,8 @@ def _stream_callback(address: int) -> None:
         if not handle_non_execution(frame):
             handle = get_stream(frame)
             if handle is not None:
-                _found_streams.append(ComputeStream(handle, threading.current_thread() is _probing_threads[0]))
-    except BaseException as error:  # as in `ffi_collectives.FfiCollectives.dispatch`
+                _found_streams.append(ComputeStream(handle, threading.current_thread() is _probing_thread))
+    except BaseException as error:  # no exception can pass through XLA
         _log.info("XLA's stream can't be found: %r", error)
 
 
@@ -45,10 +45,11 @@ def find_compute_stream() -> ComputeStream | None:
     """Return the stream on which XLA computes on a GPU, or None if it can't be found."""
     import jax
 
+    global _probing_thread
     try:
         register_target(_STREAM_TARGET, _stream_callback, "CUDA")
         _found_streams.clear()
-        _probing_threads[:] = [threading.current_thread()]
+        _probing_thread = threading.current_thread()
         result = jax.ShapeDtypeStruct((), np.int8)
         probe: Any = jax.jit(lambda x: jax.ffi.ffi_call(_STREAM_TARGET, result, has_side_effect=True)(x))
         with defer_signals():

@@ -10,7 +10,7 @@ The calls of a collective on an array in chunks::
 
 The handlers in C++ get the NCCL connection by `FfiCollectives.use_communicator`.  With the mode "python", XLA calls
 `_start_callback` and `_finish_callback` instead.  Each call has a number as an attribute, by which they find the
-`FfiCollectives`.  They pass the arrays to the launch's `CollectiveHandler`.
+`FfiCollectives`.  They pass the arrays to the launch's `LaunchCollectives`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import contextlib
 import itertools
 import logging
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
@@ -58,29 +59,29 @@ _DTYPES = {
 }
 
 
-class CollectiveHandler:
-    """Runs the collectives of one launch of a program when XLA calls it, as the handlers in C++ do without Python."""
+class LaunchCollectives(ABC):
+    """Python counterpart of the handlers in C++: runs the collectives of one launch of a program when XLA calls it."""
 
     def start(self, spans: Sequence[BufferSpan], stream: int | None) -> None:
-        """Start collectives that overlap the stream's next work."""
+        """Start collectives that overlap the stream's next work.  Not called without `trace_start`."""
         raise NotImplementedError
 
+    @abstractmethod
     def finish(self, spans: Sequence[BufferSpan], valid_flag_address: int, stream: int | None) -> None:
         """Enqueue collectives on the stream, make it wait for the started ones, and then set a flag.
 
         ``valid_flag_address`` is the address on the device of an int32: 1 if the results are valid, else 0.
         """
-        raise NotImplementedError
 
-    def join_side_stream(self, stream: int | None) -> None:
+    def join_side_stream(self, stream: int | None) -> None:  # noqa: B027 - only NCCL has a side stream
         """Make the stream wait for the collectives that were started, after an error."""
 
 
 class FfiCollectives:
-    """The collectives of one XLA program, which gets a `CollectiveHandler` for each launch.
+    """The collectives of one XLA program, which gets a `LaunchCollectives` for each launch.
 
     ``trace_start``, ``trace_finish`` and ``trace_sum`` insert its calls into the program, while JAX traces it.  With
-    the ``nccl_call_mode`` "python" XLA calls NCCL through a `CollectiveHandler`, with "native" through handlers in C++,
+    the ``nccl_call_mode`` "python" XLA calls NCCL through a `LaunchCollectives`, with "native" through handlers in C++,
     with "graph" through handlers in C++ that XLA may record in a CUDA graph.  The latter two need `use_communicator`.
     An error ends the launch if ``aborts_on_error``.  Otherwise, and always with handlers in C++, the launch continues.
     Its undefined reductions are then marked as invalid, so that the program can return old values of donated arrays.
@@ -101,21 +102,23 @@ class FfiCollectives:
         #: the same program of another process.
         self._number = np.int64(next(self._numbers))
         self._by_number[int(self._number)] = self
-        #: State of the launch in progress: its `CollectiveHandler`, and the first error that a callback has raised.
-        self._handler: CollectiveHandler | None = None
+        #: State of the launch in progress: its `LaunchCollectives`, and the first error that a callback has raised.
+        self._launch_collectives: LaunchCollectives | None = None
         self._error: BaseException | None = None
         self._n_started = self._n_finished = 0
 
     @contextlib.contextmanager
-    def use_collective_handler(self, handler: CollectiveHandler, n_collectives: int | None = 1) -> Iterator[None]:
-        """Use a `CollectiveHandler` for the launches in the ``with`` block, and raise its error at the end.
+    def use_launch_collectives(
+        self, launch_collectives: LaunchCollectives, n_collectives: int | None = 1
+    ) -> Iterator[None]:
+        """Use a `LaunchCollectives` for the launches in the ``with`` block, and raise its error at the end.
 
         RuntimeError is raised if the launch has made another number of collectives than ``n_collectives``, where the
         chunks of an array count as one; None stands for any number.  Signals must be deferred meanwhile
         (`ranks.interrupts.defer_signals`): a signal handler could raise at the first instruction of a callback, where
         nothing can catch the exception.
         """
-        self._handler, self._error, self._n_started, self._n_finished = handler, None, 0, 0
+        self._launch_collectives, self._error, self._n_started, self._n_finished = launch_collectives, None, 0, 0
         try:
             try:
                 yield
@@ -127,7 +130,7 @@ class FfiCollectives:
             if n_collectives is not None and self._n_finished != n_collectives:
                 raise RuntimeError(f"the launch made {self._n_finished} collectives, expected {n_collectives}")
         finally:
-            self._handler = self._error = None
+            self._launch_collectives = self._error = None
 
     @contextlib.contextmanager
     def use_communicator(
@@ -248,7 +251,7 @@ class FfiCollectives:
 
     @classmethod
     def dispatch(
-        cls, frame_address: int, handle_call: Callable[[FfiCollectives, Any, CollectiveHandler], None]
+        cls, frame_address: int, handle_call: Callable[[FfiCollectives, Any, LaunchCollectives], None]
     ) -> int | None:
         """Pass a call by XLA to its program's object.  Return None, or the address of an error to end the launch."""
         collectives = None
@@ -257,12 +260,12 @@ class FfiCollectives:
             if handle_non_execution(frame):
                 return None
             collectives = cls._by_number[frame.attributes.numbers[0].contents.value[0]]
-            if collectives._handler is None:
+            if collectives._launch_collectives is None:
                 _log.error("XLA called a collective outside a launch; the call is ignored")
             elif collectives._aborts_on_error and collectives._error is not None:
                 return create_collective_error(frame)
             else:
-                handle_call(collectives, frame, collectives._handler)
+                handle_call(collectives, frame, collectives._launch_collectives)
         # An exception can't pass through XLA.  Only the first error is stored, as it may be the cause of later ones.
         except BaseException as error:
             if collectives is None:
@@ -273,14 +276,14 @@ class FfiCollectives:
                     return create_collective_error(frame)
         return None
 
-    def handle_start(self, frame: Any, handler: CollectiveHandler) -> None:
+    def handle_start(self, frame: Any, launch_collectives: LaunchCollectives) -> None:
         """Start the collective on the arrays of a call of `trace_start`."""
         spans = _read_spans(frame, 0, frame.results.size - 1)
         self._n_started += len(spans)
         if self._error is None:
-            handler.start(spans, get_stream(frame))
+            launch_collectives.start(spans, get_stream(frame))
 
-    def handle_finish(self, frame: Any, handler: CollectiveHandler) -> None:
+    def handle_finish(self, frame: Any, launch_collectives: LaunchCollectives) -> None:
         """Enqueue the collective on the arrays of a call of `trace_finish`, and order the stream after started ones."""
         self._n_finished += 1
         n_started, self._n_started = self._n_started, 0
@@ -289,9 +292,9 @@ class FfiCollectives:
         spans = _read_spans(frame, n_started, n_arrays)
         valid_flag_address = frame.results.buffers[n_arrays].contents.data
         if self._error is None:
-            handler.finish(spans, valid_flag_address, get_stream(frame))
+            launch_collectives.finish(spans, valid_flag_address, get_stream(frame))
         else:
-            handler.join_side_stream(get_stream(frame))
+            launch_collectives.join_side_stream(get_stream(frame))
 
 
 @ForeignFunction

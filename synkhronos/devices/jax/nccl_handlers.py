@@ -43,9 +43,9 @@ def read_nccl_call_mode() -> NcclCallMode:
 
 @cache
 def load_handlers() -> Any:
-    """Register the library of handlers with XLA, and return it.  If it can't be compiled, log why, and return None."""
+    """Register the library of handlers with XLA, and return it.  If it can't be used, log why, and return None."""
     try:
-        library = ctypes.CDLL(str(compile_handlers()))
+        library = ctypes.CDLL(str(get_or_compile_handlers()))
         for name in (START_TARGET, FINISH_TARGET, RECORDABLE_FINISH_TARGET):
             register_target(name, getattr(library, name))
         library.synkhronos_set_launch_state.argtypes = [ctypes.POINTER(LaunchState)]
@@ -53,13 +53,13 @@ def load_handlers() -> Any:
     except Exception as error:
         detail = error.stderr.strip()[-500:] if isinstance(error, subprocess.CalledProcessError) else error
         level = logging.WARNING if os.environ.get("SYNKHRONOS_NCCL_CALLS") else logging.INFO  # whether it was asked for
-        _log.log(level, "XLA calls NCCL through Python, as its handler in C++ can't be compiled: %s", detail)
+        _log.log(level, "XLA calls NCCL through Python, as its handlers in C++ can't be used: %s", detail)
         return None
     return library
 
 
-def compile_handlers() -> Path:
-    """Return the path of the compiled handlers.  Compile them unless they are cached on disk."""
+def get_or_compile_handlers() -> Path:
+    """Return the path of the compiled handlers.  Compile them if the cache on disk lacks them."""
     import jax
     import jaxlib
 

@@ -24,7 +24,8 @@ class ScalarLog:
     """Scalar outputs of consecutive launches, one vector for each of ``dtypes``.
 
     The first of ``storages`` contains the number of entries, and each of the others a vector of `LOG_CAPACITY` scalars
-    of one output.  A launch takes these arrays as arguments, and its caller replaces them by the returned arrays.
+    of one output.  A launch takes these arrays as arguments, and its caller replaces them by the returned arrays:
+    each is in a list of its own, the form in which `Executable` replaces donated arrays.
     """
 
     def __init__(self, dtypes: Sequence[np.dtype]):
@@ -74,7 +75,7 @@ class ScalarLog:
         return [array for (array,) in self.storages[1:]]
 
     def store_copies(self, arrays: Sequence[np.ndarray]) -> None:
-        """Store copies of the arrays of `get_arrays_to_copy`."""
+        """Set the host copies of all outputs' vectors: of the arrays that `get_arrays_to_copy` has returned."""
         # These copies are not views: a JAX array with a NumPy view can't be donated.
         self._host_vectors, self._n_entries_copied = [np.array(array) for array in arrays], self._n_entries
 

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from synkhronos.devices.jax.ffi_collectives import CollectiveHandler
+from synkhronos.devices.jax.ffi_collectives import LaunchCollectives
 from synkhronos.devices.jax.xla_communicator import BufferSpan, XlaCommunicator
 from synkhronos.devices.multi_host_communicator import get_numpy_communicator
 from synkhronos.ranks import Rank
@@ -73,7 +73,7 @@ class InterruptDetector:
             raise KeyboardInterrupt
 
 
-class XlaReducer(CollectiveHandler):
+class XlaReducer(LaunchCollectives):
     """Base class of the reducers of one program.  Reducers start no chunks, and an error ends the launch.
 
     ``n_sums`` is the number of sums so far.  A sum is a round of the program in `ControlMemory.rounds_begun`.

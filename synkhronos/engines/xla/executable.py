@@ -50,7 +50,7 @@ class Executable(Runner):
     Attributes
     ----------
     ffi_collectives : FfiCollectives or None
-        Collectives in the program, which need a `CollectiveHandler` or a communicator in each call; None without
+        Collectives in the program, which need a `LaunchCollectives` or a communicator in each call; None without
         ``spec``.
     """
 

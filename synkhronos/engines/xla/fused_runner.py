@@ -1,7 +1,7 @@
 """Launches of executables that contain collectives.
 
 XLA calls the collectives during the launch (`devices.jax.ffi_collectives`).  `FusedRunner` passes a
-`NcclCollectiveHandler`, or the NCCL communicator itself, to the program's `FfiCollectives`.
+`NcclLaunchCollectives`, or the NCCL communicator itself, to the program's `FfiCollectives`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from synkhronos.devices.jax.ffi_collectives import CollectiveHandler
+from synkhronos.devices.jax.ffi_collectives import LaunchCollectives
 from synkhronos.devices.jax.xla_communicator import BufferSpan, Collective, XlaCommunicator
 from synkhronos.engines.engine import GradientExchange, Runner
 from synkhronos.engines.xla.executable import Executable
@@ -45,10 +45,10 @@ class FusedRunner(Runner):
         return results
 
     def _launch_python(self, inputs: Sequence[Any], communicator: XlaCommunicator, shape: tuple[int, ...]) -> list[Any]:
-        """Launch the program, whose collectives call NCCL through a `NcclCollectiveHandler`."""
+        """Launch the program, whose collectives call NCCL through a `NcclLaunchCollectives`."""
         op, collectives = self._ffi_collectives.op, self._executable.collectives
-        handler = NcclCollectiveHandler(self._rank, communicator, op, shape, self.n_repeats > 1, collectives)
-        with self._ffi_collectives.use_collective_handler(handler, self.n_repeats * len(collectives)):
+        launch_collectives = NcclLaunchCollectives(self._rank, communicator, op, shape, self.n_repeats > 1, collectives)
+        with self._ffi_collectives.use_launch_collectives(launch_collectives, self.n_repeats * len(collectives)):
             return self._executable(*inputs)
 
     def _launch_native(self, inputs: Sequence[Any], communicator: XlaCommunicator, shape: tuple[int, ...]) -> list[Any]:
@@ -64,7 +64,7 @@ class FusedRunner(Runner):
                     self._rank.record_effect()
 
 
-class NcclCollectiveHandler(CollectiveHandler):
+class NcclLaunchCollectives(LaunchCollectives):
     """Runs the collectives on the ranks' gradients, of one shape on all ranks, in a launch of one or several steps."""
 
     def __init__(

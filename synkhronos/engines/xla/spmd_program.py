@@ -73,7 +73,7 @@ class SpmdProgram:
             _set_jax_settings(settings)  # again, as a rank that uses its GPU for the first time has changed them
             SpmdProgram.current = self
             try:
-                with self._ffi_collectives.use_collective_handler(reducer, n_collectives=None):
+                with self._ffi_collectives.use_launch_collectives(reducer, n_collectives=None):
                     results = function()
             finally:
                 SpmdProgram.current = None

@@ -7,7 +7,7 @@ from typing import Any
 from pytensor.gradient import DisconnectedType
 from pytensor.graph.basic import Apply
 
-from synkhronos.functions.rank_mean import RankMeanOp, average_over_ranks
+from synkhronos.functions.rank_mean_context import RankMeanOp, average_over_ranks
 from synkhronos.lowering.numpy_op import NumpyOp, call_ordered_callback, register_lowering
 
 

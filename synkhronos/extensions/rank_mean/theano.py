@@ -5,7 +5,7 @@ from __future__ import annotations
 from theano.gof import Apply, Op
 from theano.gradient import DisconnectedType
 
-from synkhronos.functions.rank_mean import RankMeanOp
+from synkhronos.functions.rank_mean_context import RankMeanOp
 
 
 class TheanoRankMean(RankMeanOp, Op):

@@ -12,7 +12,7 @@ import numpy as np
 from synkhronos.casts import cast
 from synkhronos.checks import describe, format_similar
 from synkhronos.devices import get_array_device
-from synkhronos.functions.rank_mean import count_rank_means
+from synkhronos.functions.rank_mean_context import count_rank_means
 from synkhronos.graph_libraries import get_library, is_variable
 from synkhronos.launcher.configuration.settings import MODEL_OPTIONS, check_model_options
 from synkhronos.launcher.model_class.model_data import ModelData

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
-from synkhronos.functions.rank_mean import RankMeanContext
+from synkhronos.functions.rank_mean_context import RankMeanContext
 from synkhronos.launcher.model_class.model_interface import get_steps_per_batch, use_model_precision
 from synkhronos.launcher.model_class.sanity_check import SanityCheck
 from synkhronos.launcher.rank_process.memory_checkpoint_writer import MemoryCheckpointWriter

@@ -75,7 +75,7 @@ class PeriodicExchange:
         self._steps_left = 1
 
     def restart_countdown(self) -> int:
-        """Ask the exchange rule for the steps until the next exchange, count down from their number, and return it."""
+        """Set the countdown to the number of steps until the exchange rule's next exchange, and return it."""
         self._steps_left = self.exchange_rule.count_steps_left(self.state)
         return self._steps_left
 

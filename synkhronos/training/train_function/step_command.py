@@ -87,9 +87,9 @@ class StepCommand(_StepCommandFields, Command):
 
     def _run_in_parts(self, rank: Rank, gradient_rank_call: RankCall, update_rank_call: RankCall) -> tuple[Any, Any]:
         """Run the gradient, the all-reduce and the update one after another.  Return both functions' outputs."""
-        is_second = rank.number == (rank.master_rank + 1) % rank.size
+        is_first_worker = rank.number == (rank.master_rank + 1) % rank.size
         may_need_compile, computation = self.update_call.may_need_compile, update_rank_call.computation
-        if may_need_compile and is_second and computation.compile_order == CompileOrder.AT_FIRST_CALL:
+        if may_need_compile and is_first_worker and computation.compile_order == CompileOrder.AT_FIRST_CALL:
             # The master compiles the gradient meanwhile, so the two compilations run in parallel.
             computation.library.compile_now(update_rank_call.compiled.function)
         loss = gradient_rank_call.run(records_effect=False)
@@ -324,7 +324,7 @@ def _prepare_matrix_and_shard(rank: Rank, matrix: SharedVariable, shard: SharedV
     for replica in replicas:
         replica.check_equal_shapes("shard_optimizer")
     if replicas[0].device is not replicas[1].device:
-        replicas[0].raise_common_error("shard_optimizer: the gradient and its reduction are on different devices")
+        replicas[0].raise_common_value_error("shard_optimizer: the gradient and its reduction are on different devices")
     return replicas
 
 

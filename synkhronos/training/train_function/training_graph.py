@@ -16,7 +16,7 @@ import numpy.typing as npt
 from synkhronos.checks import check_list, format_similar
 from synkhronos.data_objects import Data
 from synkhronos.data_objects.rows import BatchArgument
-from synkhronos.functions.rank_mean import RankMeanOp
+from synkhronos.functions.rank_mean_context import RankMeanOp
 from synkhronos.graph_libraries import get_library
 from synkhronos.training.train_function.extra_updates import UpdatesArgument, parse_extra_updates
 from synkhronos.training.train_function.step_options import StepOptions
