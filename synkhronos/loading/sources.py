@@ -205,7 +205,7 @@ def _open_npy(path: str) -> np.ndarray:
 def _open_npz(path: str, name: str) -> np.ndarray:
     try:
         with zipfile.ZipFile(path) as archive:
-            names = [member.removesuffix(".npy") for member in archive.namelist()]
+            names = [member.removesuffix(".npy") for member in archive.namelist() if member.endswith(".npy")]
             if name not in names:
                 raise KeyError(f"{path}: expected an array {name!r}, found {', '.join(names)}")
             member = archive.getinfo(f"{name}.npy")
@@ -215,7 +215,10 @@ def _open_npz(path: str, name: str) -> np.ndarray:
                     "arrays"
                 )
             with archive.open(member) as file:
-                shape, is_fortran, dtype = read_npy_header(file)
+                try:
+                    shape, is_fortran, dtype = read_npy_header(file)
+                except ValueError as error:
+                    raise ValueError(f"{path}: expected {name!r} as numpy.savez writes it: {error}") from None
                 header = file.tell()
     except zipfile.BadZipFile as error:
         raise ValueError(f"{path}: expected a .npz file: {error}") from None

@@ -3,6 +3,7 @@
 import os
 import sys
 import types
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,9 @@ def data_files(tmp_path, monkeypatch):
     np.save("y.npy", np.ones((2, 4)))
     np.savez("xy.npz", x=np.ones(2), y=np.ones(2))
     np.savez_compressed("compressed.npz", x=np.ones(2))
+    with zipfile.ZipFile("others.npz", "w") as archive:
+        archive.writestr("x", b"no array")
+        archive.writestr("y.npy", b"")
     Path("empty/class").mkdir(parents=True)
     return tmp_path
 
@@ -187,6 +191,8 @@ CALLS = {
     "npz: another file": (ValueError, "notes.txt", lambda: loading.npz("notes.txt", "x")),
     "npz: compressed": (ValueError, "compressed.npz", lambda: loading.npz("compressed.npz", "x")),
     "npz: records": (TypeError, "records.npz", lambda: loading.npz(write_npz_file_of_records(), "x")),
+    "npz: no array of numpy.savez": (KeyError, "others.npz", lambda: loading.npz("others.npz", "x")),
+    "npz: an empty array": (ValueError, "others.npz", lambda: loading.npz("others.npz", "y")),
     "npz: another name": (KeyError, "", lambda: loading.npz("xy.npz", "z")),
     "hdf5: nothing there": (
         FileNotFoundError,

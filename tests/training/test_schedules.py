@@ -67,6 +67,9 @@ def test_reset_best_keeps_the_rate():
         "rate": pytest.approx(0.05),
         "n_bad_reports": 0,
     }
+
+
+def test_reset_best_leaves_schedules_of_the_user_unchanged():
     user_schedule = UserSchedule(best=-math.inf)  # of a metric for which more is better
     reset_best(schedules.scaled(user_schedule, 2))
     assert user_schedule.best == -math.inf

@@ -75,7 +75,7 @@ class RankTotals:
         return cls(*entry[:-1], *entry[-1])
 
 
-def add_totals(totals: Sequence[RankTotals]) -> RankTotals:
+def sum_totals(totals: Sequence[RankTotals]) -> RankTotals:
     """Return the sums over ranks, with the mean seconds by activity, and the learning rate of a rank with rows."""
     return RankTotals(
         weighted_loss_sum=sum(total.weighted_loss_sum for total in totals),
@@ -93,7 +93,7 @@ def resize_totals(totals: Sequence[RankTotals], n_ranks: int) -> list[RankTotals
     """Convert totals to another number of ranks: the first rank gets the sums, and all ranks get the mean seconds."""
     if not totals or len(totals) == n_ranks:
         return list(totals)
-    first = add_totals(totals)
+    first = sum_totals(totals)
     return [first, *[RankTotals(seconds=first.seconds, learning_rate=first.learning_rate)] * (n_ranks - 1)]
 
 

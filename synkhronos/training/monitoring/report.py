@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from synkhronos.ranks.errors import describe_rank
-from synkhronos.training.monitoring.meter import RankTotals, add_totals
+from synkhronos.training.monitoring.meter import RankTotals, sum_totals
 
 
 @dataclass
@@ -93,7 +93,7 @@ def make_report(
     ``elapsed_seconds`` is the duration of the interval in seconds, by default the sum of the ranks' mean time by
     activity.
     """
-    total = add_totals(totals)
+    total = sum_totals(totals)
     mean_total = replace(total, first_launch_seconds=total.first_launch_seconds / len(totals))
     return Report(
         epoch=epoch,
