@@ -107,7 +107,7 @@ class Executable(Runner):
         #: Whether JAX has compiled the next launch, so that its Python code does not take part.  Lengths may be new at
         #: any launch.
         self._is_compiled = False
-        #: JAX's types of the storages' values at the last launch.
+        #: JAX's types of the storages' values, each an object with a shape and a dtype, at the last launch.
         self._array_types: list[Any] = []
         self._make_program = self._get_program_factory(spec)
         self._program, self._communicator_number = self._make_program(), 0
@@ -186,12 +186,16 @@ class Executable(Runner):
 
     def __call__(self, *inputs: Any) -> list[Any]:
         """Launch the program.  Return its outputs, which may not be computed yet."""
-        types = self._get_array_types()
-        if types != self._array_types:  # a value was set, perhaps of another shape
+        try:
+            array_types: list[Any] | None = [storage[0].aval for storage in self._storages]
+        except AttributeError:  # a value is NumPy's
+            array_types = None
+        if array_types != self._array_types:  # a value was set, perhaps of another shape
             for storage in self._storages:
                 if type(storage[0]) is np.ndarray:
                     storage[0] = JAX.from_numpy(storage[0])
-            self._is_compiled, self._array_types = False, self._get_array_types()
+            self._is_compiled = False
+            self._array_types = [getattr(storage[0], "aval", None) for storage in self._storages]
         for storage in self._donated_storages:
             if has_other_references(storage):
                 with defer_signals():  # as in ScalarLog.__init__
@@ -213,10 +217,6 @@ class Executable(Runner):
         results = self._pop_results()
         self._is_launching = False
         return results
-
-    def _get_array_types(self) -> list[Any]:
-        """Return the shape and dtype of each storage's value as an object, or None for one that is not JAX's."""
-        return [getattr(storage[0], "aval", None) for storage in self._storages]
 
     def wait(self, results: Sequence[Any]) -> None:
         logs = [] if self._scalar_log is None else self._scalar_log.storages
