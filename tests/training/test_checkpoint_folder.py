@@ -223,9 +223,9 @@ def test_checkpoint_load_refuses_earlier_versions(tmp_path):
     (path / "SHA256SUMS").unlink()
     with pytest.raises(CheckpointError, match="it has no SHA256SUMS if an earlier version wrote it"):
         read_meta(path)
-    (path / "meta.json").write_text(json.dumps({"format": 2, "meta": {}, "metrics": {}}))
+    (path / "meta.json").write_text(json.dumps({"format": 1, "meta": {}, "metrics": {}}))
     write_right_digests(path)
-    with pytest.raises(CheckpointError, match="has format 2: this version reads format 3"):
+    with pytest.raises(CheckpointError, match="has format 1: this version reads 2 and 3"):
         read_meta(path)
 
 

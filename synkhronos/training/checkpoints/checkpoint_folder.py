@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from synkhronos.checks import check_at_least, import_package, suggest_keywords
+from synkhronos.training.checkpoints import format_2
 from synkhronos.training.checkpoints.folder_lock import FolderLock
 from synkhronos.training.monitoring.best_cost import parse_monitored_metric, to_cost
 
@@ -298,6 +299,8 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     path = Path(path)
     files = _read_and_verify(path, _STATE_FILE, _META_FILE)
     header, arrays = _parse_header(path, files[_META_FILE]), _import_safetensors().load(files[_STATE_FILE])
+    if header["format"] == 2:
+        arrays = format_2.convert_arrays(arrays, header["meta"])
     return Checkpoint(path, arrays, header["meta"], header["metrics"])
 
 
@@ -313,8 +316,10 @@ def _read_header(path: Path) -> dict[str, Any]:
 
 def _parse_header(path: Path, content: bytes) -> dict[str, Any]:
     header: dict[str, Any] = json.loads(content)
-    if header["format"] != _FORMAT_VERSION:
-        raise CheckpointError(f"{path} has format {header['format']}: this version reads format {_FORMAT_VERSION}")
+    if header["format"] == 2:
+        header["meta"] = format_2.convert_meta(header["meta"])
+    elif header["format"] != _FORMAT_VERSION:
+        raise CheckpointError(f"{path} has format {header['format']}: this version reads 2 and {_FORMAT_VERSION}")
     return header
 
 
