@@ -31,7 +31,8 @@ from synkhronos.devices.shared_memory_communicator import (
     compute_nbytes,
     copy_bytes,
 )
-from synkhronos.hosts.pipes import (
+from synkhronos.ranks import Rank
+from synkhronos.ranks.pipes import (
     DOWN_IN,
     DOWN_OUT,
     FRAME_NBYTES,
@@ -42,7 +43,6 @@ from synkhronos.hosts.pipes import (
     LinkMemory,
     PipeEnd,
 )
-from synkhronos.ranks import Rank
 
 #: Maximal number of chunks on the last host whose results are not copied yet.  Their frames may have been sent already,
 #: so that the pipe itself would allow ranks to overwrite them.

@@ -34,10 +34,10 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.hosts.frame_transport import FrameTransport
 from synkhronos.hosts.host_list import compute_ranks_by_host, describe_host
 from synkhronos.hosts.messenger import CHUNK_NBYTES, MAX_UNSENT_MESSAGES, MessageType, Messenger
 from synkhronos.hosts.page_table import PAGE_NBYTES, PageTable, find_pages, view_pages
-from synkhronos.hosts.pipes import MAX_FAILURE_NBYTES, FrameTransport, LinkMemory
 from synkhronos.hosts.program_agent import ProgramAgent
 from synkhronos.ranks.agreement import BarrierTally, record_last_common_barrier
 from synkhronos.ranks.control_memory import (
@@ -48,6 +48,7 @@ from synkhronos.ranks.control_memory import (
     ControlMemory,
 )
 from synkhronos.ranks.errors import Death, describe_exit
+from synkhronos.ranks.pipes import MAX_FAILURE_NBYTES, LinkMemory
 from synkhronos.ranks.program_memory import ProgramMemoryLayout
 from synkhronos.ranks.rank import SLOT_HEADER
 from synkhronos.ranks.segments import (

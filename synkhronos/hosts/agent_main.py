@@ -22,10 +22,10 @@ from synkhronos.gpus import get_n_gpu
 from synkhronos.hosts.agent import WORKER_EXIT_SECONDS, Agent
 from synkhronos.hosts.host_list import compute_ranks_by_host, describe_host
 from synkhronos.hosts.messenger import MessageType, Messenger
-from synkhronos.hosts.pipes import FRAME_NBYTES, LinkMemory
 from synkhronos.ranks.child_process import ignore_job_signals
 from synkhronos.ranks.control_memory import SPIN_SECONDS, ControlMemory
 from synkhronos.ranks.fork_server import ForkServer
+from synkhronos.ranks.pipes import FRAME_NBYTES, LinkMemory
 from synkhronos.ranks.segments import get_peer_ids
 from synkhronos.ranks.thread_limit import count_available_cores
 from synkhronos.ranks.worker_processes import WorkerProcesses

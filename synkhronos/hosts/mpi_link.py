@@ -24,7 +24,6 @@ import numpy as np
 
 from synkhronos.hosts import mpirun
 from synkhronos.hosts.host_list import Host, compute_ranks_by_host, describe_host, find_host
-from synkhronos.hosts.pipes import LinkMemory
 from synkhronos.ranks import ArrayLocation, Command, RowAccess
 from synkhronos.ranks.child_process import JOB_SIGNALS
 from synkhronos.ranks.control_memory import MAILBOX_NBYTES, ControlMemory
@@ -32,6 +31,7 @@ from synkhronos.ranks.errors import Death, ReconnectError, SessionFailure, descr
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.link import Link
 from synkhronos.ranks.memory_table import Release
+from synkhronos.ranks.pipes import LinkMemory
 from synkhronos.ranks.segments import SegmentTable, get_peer_ids, is_peer_closed
 
 #: Seconds that the agents may take to start.

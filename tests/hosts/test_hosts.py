@@ -28,11 +28,11 @@ from synkhronos.hosts.messenger import MessageType
 from synkhronos.hosts.mpi_link import MpiLink
 from synkhronos.hosts.mpirun import find_lost_hosts
 from synkhronos.hosts.page_table import PAGE_NBYTES, PageTable, find_pages
-from synkhronos.hosts.pipes import FRAME_NBYTES, MAX_FAILURE_NBYTES, N_FRAMES, LinkMemory
 from synkhronos.hosts.program_agent import ProgramAgent
 from synkhronos.ranks import ArrayLocation, RowAccess
 from synkhronos.ranks.control_memory import ControlMemory
 from synkhronos.ranks.errors import Death, ReconnectError
+from synkhronos.ranks.pipes import FRAME_NBYTES, MAX_FAILURE_NBYTES, N_FRAMES, LinkMemory
 
 pytestmark = pytest.mark.timeout(300)  # programs that compile on all ranks
 #: Hosts of programs.  Most use the last, one after another, as `run` reuses the ranks while the hosts are the same.

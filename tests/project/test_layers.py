@@ -21,8 +21,7 @@ DOCS = PACKAGE.parent / "docs"
 LAYERS = [
     {"casts", "checks", "containers", "gpus", "patching", "variable_types"},
     {"ranks"},
-    {"hosts"},
-    {"devices"},
+    {"devices", "hosts"},
     {"lowering"},
     {"graph_libraries"},
     {"replication"},

@@ -25,8 +25,8 @@ import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.data_objects.data_access import create_unpublished
 from synkhronos.devices import NUMPY
-from synkhronos.hosts.pipes import PipeEnd
 from synkhronos.ranks import Command
+from synkhronos.ranks.pipes import PipeEnd
 from synkhronos.ranks.segments import ArrayLocation
 
 #: Length of a float64 array that hosts send in several chunks.
