@@ -14,7 +14,7 @@ the ranks, and reduces the outputs.
     >>> synk.close()
 """
 
-from synkhronos.collectives.calls import (
+from synkhronos.collectives.api import (
     all_gather,
     all_reduce,
     broadcast,

@@ -9,13 +9,13 @@ An all-reduce takes one of these paths:
 ===========  ========================================  ===============================================================
 Path         Condition                                 Barriers, and what a rank's failure or an interrupt changes
 ===========  ========================================  ===============================================================
-Speculative  `AllReduceValues.run`, with a valid plan  One, after the start, for digests.  Before it: no variable; the
+Speculative  `AllReduce.run`, with a valid plan        One, after the start, for digests.  Before it: no variable; the
              for a `SpeculativeCommunicator` (NCCL)    connection is aborted.  After it: all ranks store the results,
                                                        an interrupted one at the end of the failed command.
 Small        A valid plan with `scratch_views`         One, for digests and values.  Before it: no variable.  After it
                                                        signals are deferred: all ranks store the results.
 Planned      Another valid plan, or                    One for digests.  Before it: no variable.  Then the barriers of
-             `AllReduceValues.reduce_and_run` with     `Communicator.all_reduce`.  Signals are deferred meanwhile, but
+             `AllReduce.reduce_and_run` with           `Communicator.all_reduce`.  Signals are deferred meanwhile, but
              the plan of the speculative path          for a limited time while a rank waits; a failure may leave some
                                                        ranks with results, and others without.
 Unplanned    No valid plan on some rank: the digests   One or more for layouts, in `prepare_replicas`.  Until all
@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class AllReduceValues(Command):
+class AllReduce(Command):
     """Reduce every rank's values into every rank's variables."""
 
     variable_keys: tuple[Any, ...]
@@ -104,8 +104,8 @@ class AllReduceValues(Command):
             if rank.compare_digests(last.digest):
                 return last
             digests_differ = True
-        shared_vars = rank.get_objects(self.variable_keys)
-        replicas = prepare_replicas(rank, shared_vars, self.uses_device_communicator, self.op, digests_differ)
+        shareds = rank.get_objects(self.variable_keys)
+        replicas = prepare_replicas(rank, shareds, self.uses_device_communicator, self.op, digests_differ)
         for replica in replicas:
             replica.check_equal_shapes("all_reduce")
         plan = plans[self] = AllReducePlan.from_replicas(rank, self.variable_keys, replicas)
@@ -352,7 +352,7 @@ class _StartedAllReduce(PendingOperation):
         self.end()
 
 
-class _AllReducePlans(BoundedCache[AllReduceValues, AllReducePlan]):
+class _AllReducePlans(BoundedCache[AllReduce, AllReducePlan]):
     """A rank's plans of repeated all-reduces, by command.
 
     The other ranks may have other plans, or none.  So they compare digests whenever they use these plans.

@@ -65,7 +65,7 @@ def _choose_transfers(by_rank: Sequence[Any], uses_device_communicator: bool, op
 
 def prepare_replicas(
     rank: Rank,
-    shared_vars: Sequence[Any],
+    shareds: Sequence[Any],
     uses_device_communicator: bool = False,
     op: str | None = None,
     digests_differ: bool = False,
@@ -79,7 +79,7 @@ def prepare_replicas(
     ``digests_differ`` means that all ranks have just compared digests that differ.  The cached gather would compare
     digests again, so it is not used.
     """
-    replicas = [VariableReplica(rank, shared) for shared in shared_vars]
+    replicas = [VariableReplica(rank, shared) for shared in shareds]
     own_layouts = tuple([(r.value.shape, r.value.dtype, get_array_device(r.value).name) for r in replicas])
     device = get_rank_device(rank)
     communicator = device.get_communicator(rank)
@@ -378,8 +378,8 @@ class GetGenerators(Command):
 
     def run(self, rank: Rank) -> Any:
         """Return the state of each variable on each rank, by rank."""
-        shared_vars = rank.get_objects(self.variable_keys)
-        return rank.all_gather([get_library(shared).copy_generator(shared) for shared in shared_vars])
+        shareds = rank.get_objects(self.variable_keys)
+        return rank.all_gather([get_library(shared).copy_generator(shared) for shared in shareds])
 
 
 @dataclass(frozen=True, slots=True)

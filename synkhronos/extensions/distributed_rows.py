@@ -16,7 +16,7 @@ from pytensor.graph.basic import Constant, Variable
 from pytensor.tensor import TensorType
 
 from synkhronos.checks import describe
-from synkhronos.collectives.calls import scatter
+from synkhronos.collectives.api import scatter
 from synkhronos.data_objects import Data
 from synkhronos.data_objects.array import ReadOnlyData
 from synkhronos.data_objects.rows import get_share_slice

@@ -9,7 +9,7 @@ from messages import raises
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.collectives.all_reduce_command import AllReduceValues, _AllReducePlans
+from synkhronos.collectives.all_reduce_command import AllReduce, _AllReducePlans
 from synkhronos.collectives.arguments import parse_variables
 from synkhronos.collectives.commands import prepare_replicas
 from synkhronos.graph_libraries.library import get_storage
@@ -78,7 +78,7 @@ def test_own_collective_refuses_wrong_arguments(two_ranks_per_test):
 class ReduceAndNumber(Command):
     """Reduce variables, and return each rank's number.  The ranks in ``forgetful_ranks`` have no plan before."""
 
-    all_reduce: AllReduceValues
+    all_reduce: AllReduce
     forgetful_ranks: tuple
 
     def run(self, rank):
@@ -100,7 +100,7 @@ def test_ranks_without_a_plan_of_a_small_all_reduce_make_new_plans_with_the_othe
             synk.set_value(r, s, np.full(4, float(r)))
         with session.call_lock:
             session.wait_until_idle()
-            all_reduce = AllReduceValues(distribute_variables(session, [s]), "avg", True)
+            all_reduce = AllReduce(distribute_variables(session, [s]), "avg", True)
             assert session.run(ReduceAndNumber(all_reduce, forgetful_ranks)) == [0, 1, 2]
         for r in range(3):
             assert (np.asarray(synk.get_value(r, s)) == 1).all(), f

@@ -24,8 +24,8 @@ from system import time_limit
 
 import synkhronos as synk
 from synkhronos import ranks
-from synkhronos.collectives.all_reduce_command import AllReduceValues
-from synkhronos.collectives.calls import prepare_command
+from synkhronos.collectives.all_reduce_command import AllReduce
+from synkhronos.collectives.api import prepare_command
 from synkhronos.devices.cuda.nccl import NcclCommunicator
 from synkhronos.ranks import Command, PendingOperation
 
@@ -188,7 +188,7 @@ def prepare_repeated_all_reduce(fork):
     w, values = make_filled_variable("float32")
     for _ in range(2):
         synk.all_reduce(w, "sum")
-    return w, sum(values) * N_RANKS, prepare_command(ranks.get_session(), w, AllReduceValues, ("sum", True))
+    return w, sum(values) * N_RANKS, prepare_command(ranks.get_session(), w, AllReduce, ("sum", True))
 
 
 def check_sum(w, total):

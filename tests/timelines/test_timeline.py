@@ -52,7 +52,7 @@ def test_timeline_records_every_rank(step, tmp_path):
     spans = [event for event in events if event["ph"] == "X"]
     for rank in (0, 1):
         names = {event["name"] for event in spans if event["pid"] == rank}
-        assert {"run step", "copy rows", "launch", "run AllReduceValues", "all_reduce"} <= names
+        assert {"run step", "copy rows", "launch", "run AllReduce", "all_reduce"} <= names
     assert sum(event["name"] == "run step" for event in spans) == 6
     assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in spans)
     # A rank's spans are nested, as Perfetto draws one within another.

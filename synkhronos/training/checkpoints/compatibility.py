@@ -55,7 +55,7 @@ def describe_training(
         "update_rule": name,
         "update_rule_options": _to_json_options(options),
         "variables": {
-            role: [_describe_variable(s, role) for s in shared_vars] for role, shared_vars in variables_by_role.items()
+            role: [_describe_variable(s, role) for s in shareds] for role, shareds in variables_by_role.items()
         },
         "generators": [_describe_generator(shared) for shared in variables.generators],
     }

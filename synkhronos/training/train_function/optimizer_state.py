@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos import ranks
-from synkhronos.collectives.calls import broadcast, gather, scatter
+from synkhronos.collectives.api import broadcast, gather, scatter
 from synkhronos.replication.replicator import Replicator
 from synkhronos.training.updates.shard_layout import get_shard_bounds
 from synkhronos.training.updates.sharded_updates import ShardedVariable

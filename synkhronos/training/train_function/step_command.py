@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.collectives.all_reduce_command import AllReducePlan, AllReduceValues
+from synkhronos.collectives.all_reduce_command import AllReduce, AllReducePlan
 from synkhronos.collectives.commands import VariableReplica, prepare_replicas
 from synkhronos.containers import BoundedCache
 from synkhronos.devices import NUMPY, get_array_device, get_rank_device
@@ -34,7 +34,7 @@ class _StepCommandFields(NamedTuple):
     #: Call that writes this rank's gradient into a shared variable.
     gradient_call: Call
     #: All-reduce of this variable.
-    all_reduce_command: AllReduceValues
+    all_reduce_command: AllReduce
     #: Call that updates the parameters from this variable.
     update_call: Call
     #: Dtype in which a fused launch sends the gradients; None for their own.
@@ -126,17 +126,17 @@ class StepCommand(_StepCommandFields, Command):
         return variable.communicator, shape
 
 
-class _FusedStepPlans(BoundedCache[AllReduceValues, tuple[AllReducePlan, int]]):
+class _FusedStepPlans(BoundedCache[AllReduce, tuple[AllReducePlan, int]]):
     """Plan of the last fused step of each all-reduce, and the number of the step's command.
 
     If no command has failed since, all ranks have this plan and have fused the step.  So the next step may skip both
-    comparisons, of digests and of whether each rank can fuse the step.  The plans that `AllReduceValues.agree_on_plan`
+    comparisons, of digests and of whether each rank can fuse the step.  The plans that `AllReduce.agree_on_plan`
     caches are always compared: a rank may have made its plan in a command that failed on others, or in an all-reduce
     without a fused step.
     """
 
 
-def can_skip_plan_check(rank: Rank, all_reduce_command: AllReduceValues) -> bool:
+def can_skip_plan_check(rank: Rank, all_reduce_command: AllReduce) -> bool:
     """Whether all ranks still have the plan of the last fused step, as far as the master knows.
 
     A rank's plan changes with the master's, or after a failed command.  If it has changed on a worker alone, the

@@ -24,8 +24,8 @@ import numpy as np
 from synkhronos import ranks
 from synkhronos.casts import check_cast
 from synkhronos.checks import check_list
-from synkhronos.collectives.all_reduce_command import AllReduceValues
-from synkhronos.collectives.calls import prepare_command
+from synkhronos.collectives.all_reduce_command import AllReduce
+from synkhronos.collectives.api import prepare_command
 from synkhronos.collectives.commands import GetLayouts
 from synkhronos.data_objects.rows import BatchArgument
 from synkhronos.devices import NUMPY
@@ -419,7 +419,7 @@ class TrainFunction:
         self, session: ranks.Session, gradient_call: Call, update_call: Call, n_steps: int, every_rank_has_rows: bool
     ) -> StepCommand:
         """Make the command of steps with an unsharded optimizer."""
-        all_reduce = prepare_command(session, self.grad_shared, AllReduceValues, ("avg", True))
+        all_reduce = prepare_command(session, self.grad_shared, AllReduce, ("avg", True))
         can_fuse = every_rank_has_rows and not gradient_call.is_sliced
         return StepCommand(
             gradient_call,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos import ranks
-from synkhronos.collectives.calls import broadcast
+from synkhronos.collectives.api import broadcast
 from synkhronos.training.loops.stop_signals import get_stop_signal
 from synkhronos.training.monitoring.meter import Meter, RankTotals
 from synkhronos.training.trainer.compiled_model import CompiledModel

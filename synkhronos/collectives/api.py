@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from synkhronos import ranks
 from synkhronos.checks import check_flag, check_index, check_integer, describe
-from synkhronos.collectives.all_reduce_command import AllReduceValues
+from synkhronos.collectives.all_reduce_command import AllReduce
 from synkhronos.collectives.arguments import (
     check_generator_state,
     check_op,
@@ -50,7 +50,7 @@ from synkhronos.variable_types import SharedVariable, SharedVariables
 C = TypeVar("C", bound=Command)
 
 #: Commands whose field after the keys is an op.
-_REDUCTIONS = (AllReduceValues, Reduce, ReduceScatter)
+_REDUCTIONS = (AllReduce, Reduce, ReduceScatter)
 
 
 def broadcast(shared_vars: SharedVariables, values: Any = None, nccl: bool = True) -> None:
@@ -328,7 +328,7 @@ def all_reduce(shared_vars: SharedVariables, op: str = "avg", nccl: bool = True)
     with session.call_lock:
         session.wait_until_idle()
         nccl = check_flag(nccl, "nccl")
-        session.run(prepare_command(session, shared_vars, AllReduceValues, (op, nccl)))
+        session.run(prepare_command(session, shared_vars, AllReduce, (op, nccl)))
 
 
 def reduce_scatter(shared_vars: SharedVariables, op: str = "avg", nccl: bool = True) -> None:
