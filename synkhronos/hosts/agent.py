@@ -47,7 +47,7 @@ from synkhronos.ranks.control_memory import (
     SLOT_NBYTES,
     ControlMemory,
 )
-from synkhronos.ranks.errors import Death, describe_exit
+from synkhronos.ranks.errors import Death
 from synkhronos.ranks.pipes import MAX_FAILURE_NBYTES, LinkMemory
 from synkhronos.ranks.program_memory import ProgramMemoryLayout
 from synkhronos.ranks.rank import SLOT_HEADER
@@ -320,13 +320,13 @@ class Agent:
                             os.kill(os.getppid(), signal.SIGKILL)  # the daemon of mpirun would wait forever
                     self._exit_alone()
                 ranks, name = self._ranks_by_host[host], self._host_names[host]
-                death = Death(ranks.start, name, 0, f"has sent no message for {timeout:g} seconds")
+                death = Death.from_lost_host(ranks, name, f"has sent no message for {timeout:g} seconds")
                 description = f"no message from {describe_host(name, ranks)} has arrived for {timeout:g} seconds"
                 self._report_failure(description, ranks.start, death)
         dead = self._workers.reap()
         if dead is not None:
             rank, pid, code = dead
-            death = Death(rank, self._host_names[self._host], pid, describe_exit(code))
+            death = Death.from_exit(rank, self._host_names[self._host], pid, code)
             self._messenger.send(0, MessageType.PEER_FAILURE, death.describe(), rank, death)
             del self._workers.pids[rank]
 
@@ -434,6 +434,8 @@ class Agent:
         """
         if self._control.words[ControlMemory.FAILURE_NBYTES]:
             return
+        if death is not None:
+            death = death._replace(lost_ranks=())  # the master knows the ranks of a lost host
         content = json.dumps([description[: MAX_FAILURE_NBYTES // 8], rank, death]).encode()
         self._link_memory.failure_json[: len(content)] = content
         self._control.words[ControlMemory.FAILURE_NBYTES] = len(content)

@@ -27,7 +27,7 @@ from synkhronos.hosts.host_list import Host, compute_ranks_by_host, describe_hos
 from synkhronos.ranks import ArrayLocation, Command, RowAccess
 from synkhronos.ranks.child_process import JOB_SIGNALS
 from synkhronos.ranks.control_memory import MAILBOX_NBYTES, ControlMemory
-from synkhronos.ranks.errors import Death, ReconnectError, SessionFailure, describe_exit
+from synkhronos.ranks.errors import Death, DeathKind, ReconnectError, SessionFailure, describe_exit
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.link import Link
 from synkhronos.ranks.memory_table import Release
@@ -292,7 +292,7 @@ class MpiLink(Link):
             description, rank, death = json.loads(bytes(self._link_memory.failure_json[:length]))
             if death is not None:
                 death = Death(*death)
-                if not death.pid:  # a host has failed
+                if death.kind == DeathKind.LOST_HOST:
                     death = death._replace(lost_ranks=self.ranks_by_host[find_host(self.ranks_by_host, rank)])
             return SessionFailure(description, rank, death)
         assert self._channel is not None
@@ -308,15 +308,15 @@ class MpiLink(Link):
         """Return the failure that ended the connection, from the exit status and the last lines of ``mpirun``."""
         if exit_status is not None and exit_status < 0:
             description = f"mpirun, which connects the hosts, (process {self._mpirun.pid}) {describe_exit(exit_status)}"
-            return SessionFailure(description, 0, Death(0, "", 0, f"ended: {description}"))
+            return SessionFailure(description, 0, Death.from_ended_session(0, description))
         lost_hosts = mpirun.find_lost_hosts(" ".join(list(self._last_output_lines)), self._aliases)
         names = [describe_host(self.host_names[i], self.ranks_by_host[i]) for i in lost_hosts]
         hosts_text = names[0] if len(names) == 1 else f"one of {', '.join(names)}"
         exit_description = "was lost: the host, or the agent there, has ended"
         description, ranks = f"{hosts_text} {exit_description}", self.ranks_by_host[lost_hosts[0]]
-        death = Death(ranks.start, self.host_names[lost_hosts[0]], 0, exit_description, ranks)
+        death = Death.from_lost_host(ranks, self.host_names[lost_hosts[0]], exit_description)
         if len(names) > 1 or lost_hosts == [0]:  # the host is unknown, or is this host, which is alive
-            death = Death(ranks.start, "", 0, f"ended: {description}")
+            death = Death.from_ended_session(ranks.start, description)
         return SessionFailure(description, ranks.start, death)
 
     def shut_down(
@@ -327,7 +327,7 @@ class MpiLink(Link):
         if self._control is not None:
             if keeps_agents:
                 failure = self.find_failure()
-                keeps_agents = failure is None or failure.death is None or failure.death.pid > 0  # else a host is lost
+                keeps_agents = failure is None or failure.death is None or failure.death.kind == DeathKind.EXIT
             request = ControlMemory.KILL_WORKERS if kill else ControlMemory.END_WORKERS
             self._control.words[ControlMemory.END_REQUEST] = request
             while (keeps_agents or not kill) and self._mpirun.poll() is None and not self._receive_idle_host_infos():

@@ -1,7 +1,7 @@
 """Errors that ranks raise, and descriptions of failed ranks.
 
 - A rank raises an exception: the command *fails*.  The rank writes an `ExceptionReport`; the session continues.
-- A worker exits or can't start, or a host is lost: a `Death`.
+- A worker exits or can't start, or a host is lost: a `Death`, of a `DeathKind`.
 - A death, or a rank that does not finish in time, ends the session: a `SessionFailure`.
 
 The master raises a `WorkerError` in all of these cases.
@@ -13,6 +13,7 @@ import signal
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, NamedTuple
 
 #: Maximal number of characters of a module's and of a class's name in a report.
@@ -107,25 +108,58 @@ def make_worker_error(reports: Sequence[ExceptionReport], effect: str) -> Worker
     return WorkerError(head, first.rank, reports)
 
 
-class Death(NamedTuple):
-    """Exit of a worker, failed start of a worker, or loss of a host.
+class DeathKind(StrEnum):
+    """Kind of a `Death`.  Agents send it to the master as a string."""
 
-    ``rank`` is the worker's, or the first of a lost host.  ``pid`` is 0 unless a worker has exited.
-    ``exit_description`` is a verb phrase, such as "was killed by SIGKILL".  ``lost_ranks`` are all ranks of lost hosts,
-    which can't start again.  With ``is_failed_start`` the worker, or an agent of its host, could not start.
+    #: The process of a worker has exited.
+    EXIT = "exit"
+    #: A worker, or the agent of its host, could not start.
+    FAILED_START = "failed start"
+    #: A host, with all of its ranks, does not answer.
+    LOST_HOST = "lost host"
+    #: The session has ended for another reason: the connection of the hosts was lost, or a rank was late.
+    ENDED_SESSION = "ended session"
+
+
+class Death(NamedTuple):
+    """Loss of one or more ranks, after which new workers may start in their place.
+
+    ``rank`` is the worker's, or the first of a lost host.  ``exit_description`` is a verb phrase, such as "was killed
+    by SIGKILL".  ``pid`` is 0 unless the process of the worker has exited.  ``lost_ranks`` are ranks that can't start
+    again: all ranks of a lost host, or those that a host can't start.
     """
 
+    kind: DeathKind
     rank: int
     host: str
-    pid: int
     exit_description: str
+    pid: int = 0
     lost_ranks: Sequence[int] = ()
-    is_failed_start: bool = False
+
+    @classmethod
+    def from_exit(cls, rank: int, host: str, pid: int, code: int) -> Death:
+        """Return the death of a process with an exit code of `os.waitstatus_to_exitcode`."""
+        return cls(DeathKind.EXIT, rank, host, describe_exit(code), pid)
 
     @classmethod
     def from_failed_start(cls, rank: int, host: str, reason: str, lost_ranks: Sequence[int] = ()) -> Death:
         """Return the death of a worker that could not start."""
-        return cls(rank, host, 0, f"could not start: {reason}", lost_ranks, True)
+        return cls(DeathKind.FAILED_START, rank, host, f"could not start: {reason}", lost_ranks=lost_ranks)
+
+    @classmethod
+    def from_lost_host(cls, ranks: range, host: str, exit_description: str) -> Death:
+        """Return the death of all ranks of a host."""
+        return cls(DeathKind.LOST_HOST, ranks.start, host, exit_description, lost_ranks=ranks)
+
+    @classmethod
+    def from_ended_session(cls, rank: int, reason: str) -> Death:
+        """Return the death of a rank in a session that has ended, without a lost process or host that is known."""
+        return cls(DeathKind.ENDED_SESSION, rank, "", f"ended: {reason}")
+
+    @property
+    def is_failed_start(self) -> bool:
+        """Whether a worker, or the agent of its host, could not start."""
+        return self.kind == DeathKind.FAILED_START
 
     def describe(self) -> str:
         """Return a clause for messages, such as "rank 1 on host b (process 12) was killed by SIGKILL"."""
@@ -147,7 +181,8 @@ class SessionFailure(NamedTuple):
     @property
     def message(self) -> str:
         """The sentence for an error."""
-        ended = "other workers" if self.death is not None and self.death.pid else "workers"
+        has_exited = self.death is not None and self.death.kind == DeathKind.EXIT
+        ended = "other workers" if has_exited else "workers"
         return f"{self.description}; the {ended} were ended."
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from synkhronos.ranks.control_memory import AWAITS_COMPLETION, POLL_SECONDS, SPIN_SECONDS, ControlMemory
-from synkhronos.ranks.errors import Death, SessionFailure, describe_exit
+from synkhronos.ranks.errors import Death, SessionFailure
 from synkhronos.ranks.link import Link
 from synkhronos.ranks.rank import Rank
 from synkhronos.ranks.thread_limit import count_available_cores
@@ -78,7 +78,7 @@ class ProcessGroup:
         exited = self._workers.reap()
         if exited is not None:
             rank, pid, code = exited
-            death = Death(rank, self.link.get_host_name(rank), pid, describe_exit(code))
+            death = Death.from_exit(rank, self.link.get_host_name(rank), pid, code)
             return SessionFailure(death.describe(), rank, death)
         return self.link.find_failure()
 

@@ -31,7 +31,7 @@ from synkhronos.hosts.page_table import PAGE_NBYTES, PageTable, find_pages
 from synkhronos.hosts.program_agent import ProgramAgent
 from synkhronos.ranks import ArrayLocation, RowAccess
 from synkhronos.ranks.control_memory import ControlMemory
-from synkhronos.ranks.errors import Death, ReconnectError
+from synkhronos.ranks.errors import Death, DeathKind, ReconnectError
 from synkhronos.ranks.pipes import FRAME_NBYTES, MAX_FAILURE_NBYTES, N_FRAMES, LinkMemory
 
 pytestmark = pytest.mark.timeout(300)  # programs that compile on all ranks
@@ -161,15 +161,14 @@ def test_silent_host_is_lost_with_all_its_ranks():
     agent = Agent.__new__(Agent)
     agent._control, agent._link_memory, agent._config = link._control, layout, {"master": 0}
     with mock.patch.object(os, "kill") as kill:
-        agent._report_failure("host b is silent", 2, Death(2, "b", 0, "has not been heard of for 1 seconds"))
+        agent._report_failure("host b is silent", 2, Death.from_lost_host(range(2, 1026), "b", "is silent"))
     assert kill.called and link.find_failure().death.lost_ranks == range(2, 1026)
     words[ControlMemory.FAILURE_NBYTES] = 0
     with mock.patch.object(os, "kill"):
-        agent._report_failure("rank 3 has exited", 3, Death(3, "b", 77, "was killed by SIGKILL"))
-    assert (
-        link.find_failure().death[:4] == (3, "b", 77, "was killed by SIGKILL")
-        and not link.find_failure().death.lost_ranks
-    )
+        agent._report_failure("rank 3 has exited", 3, Death.from_exit(3, "b", 77, -9))
+    death = link.find_failure().death
+    assert (death.rank, death.host, death.pid, death.lost_ranks) == (3, "b", 77, [])
+    assert death.exit_description.startswith("was killed by SIGKILL") and death.kind == DeathKind.EXIT
 
 
 def test_link_to_the_host_that_is_left_counts_the_bytes_sent_before():

@@ -17,7 +17,7 @@ from synkhronos.ranks import Command, command_barriers
 from synkhronos.ranks.agreement import MAX_BARRIERS, MAX_COMMANDS
 from synkhronos.ranks.command_runner import CommandRunner
 from synkhronos.ranks.control_memory import SLOT_NBYTES, ControlMemory
-from synkhronos.ranks.errors import Cancelled, Death, describe_exit
+from synkhronos.ranks.errors import Cancelled, Death, DeathKind, describe_exit
 from synkhronos.ranks.rank import Rank
 
 
@@ -250,9 +250,12 @@ def test_death_of_an_idle_worker_is_noticed_by_the_next_command(session_of_two):
 @pytest.mark.parametrize(
     ("death", "clause"),
     [
-        (Death(1, "b", 12, "was killed by SIGKILL"), "rank 1 on host b (process 12) was killed by SIGKILL"),
+        (
+            Death(DeathKind.EXIT, 1, "b", "was killed by SIGKILL", 12),
+            "rank 1 on host b (process 12) was killed by SIGKILL",
+        ),
         (Death.from_failed_start(1, "", "no memory"), "rank 1 could not start: no memory"),
-        (Death(2, "b", 0, "was lost", (2, 3)), "rank 2 on host b was lost"),
+        (Death.from_lost_host(range(2, 4), "b", "was lost"), "rank 2 on host b was lost"),
     ],
 )
 def test_death_is_described_with_its_process_if_there_was_one(death, clause):

@@ -396,7 +396,7 @@ def test_host_gets_two_tries_and_the_ranks_of_a_lost_one_none(monkeypatch):
     """Ranks 4 and 5 are lost with their host; then the host of ranks 2 and 3 can't be reached, at first once."""
     fork_ranks(1)
     recovery, tried = Model("BSP").trainer._model.make_recovery_policy(100), []
-    lost = Death(4, "c", 0, "was lost", (4, 5))
+    lost = Death.from_lost_host(range(4, 6), "c", "was lost")
     unreachable = Death.from_failed_start(2, "b", "could not be reached", (2, 3))
     session = SimpleNamespace(size=6, rank=SimpleNamespace(master_rank=0), has_kept_memory=True, death=lost)
     deaths = [unreachable, None]

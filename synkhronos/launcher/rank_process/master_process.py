@@ -75,7 +75,7 @@ def _log_failure(folder: str, error: BaseException, is_failed_start: bool) -> No
         DeathLog(folder).add(session.death)
     elif isinstance(error, WorkerError) and not error.reports:
         # Its host has no name here: the supervisor would take the host for a lost one.
-        DeathLog(folder).add(Death(error.rank, "", 0, f"ended: {error.description}"))
+        DeathLog(folder).add(Death.from_ended_session(error.rank, error.description))
     elif is_failed_start and isinstance(error, WorkerError):
         assert session is not None
         host = session.get_host_name(error.rank)

@@ -269,7 +269,7 @@ class Supervisor:
         deaths = self._deaths.read()
         assert self._master is not None
         if self._has_master_died:
-            self._deaths.add(Death(0, "", self._master.pid, describe_exit(self._master.returncode)))
+            self._deaths.add(Death.from_exit(0, "", self._master.pid, self._master.returncode))
             deaths = self._deaths.read()
         if len(deaths) == self._n_logged_deaths:
             return False  # the ranks have raised an error, and would raise it again

@@ -33,7 +33,7 @@ from synkhronos.devices import is_fork_unsafe
 from synkhronos.functions import distribute
 from synkhronos.programs import RankContext, run
 from synkhronos.ranks import WorkerError
-from synkhronos.ranks.errors import Death, describe_rank
+from synkhronos.ranks.errors import Death, DeathKind, describe_rank
 from synkhronos.training.checkpoints import rank_state
 from synkhronos.training.loops.batch_loop import adapt_interval_steps
 from synkhronos.training.loops.death_limit import DeathLimit
@@ -211,8 +211,7 @@ class RecoveryPolicy(DeathPolicy):
         WorkerError
             If training cannot continue without these ranks.
         """
-        is_lost = bool(death.lost_ranks) and not death.is_failed_start
-        if not self._death_limit.is_rank_unusable and not is_lost:
+        if not self._death_limit.is_rank_unusable and death.kind != DeathKind.LOST_HOST:
             return ranks_to_remove
         peer = describe_rank(death.rank, death.host)
         description = f"on_death='continue': {peer} {death.exit_description}"
