@@ -48,11 +48,11 @@ def main(arguments: list[str]) -> int:
         prog="python -m synkhronos doctor",
         description="List what this machine has, and how to install what is missing.",
     ).parse_args(arguments)
-    sys.stdout.write(make_report())
+    sys.stdout.write(describe_machine())
     return 0
 
 
-def make_report() -> str:
+def describe_machine() -> str:
     """Return the text of ``python -m synkhronos doctor``: facts, required steps, and optional steps."""
     installed = {module for module in _PACKAGES if find_spec(module) is not None}
     n_gpus = get_n_gpu()

@@ -16,7 +16,7 @@ from synkhronos.gpus import format_visible_gpus
 from synkhronos.platoon.channel import controller_connection
 from synkhronos.platoon.channel.controller_process import run_user_file, start_controller
 from synkhronos.platoon.channel.sockets import POLL_SECONDS
-from synkhronos.platoon.channel.worker_group import UNREPORTED_FAILURE_STATUS, Failure, WorkerSettings
+from synkhronos.platoon.channel.worker_group import UNREPORTED_FAILURE_STATUS, WorkerFailure, WorkerSettings
 from synkhronos.platoon.util import EndOfBatches
 from synkhronos.programs import RankContext, run
 from synkhronos.programs.rank_context import get_rank
@@ -89,7 +89,7 @@ def _watch_other_hosts() -> Iterator[None]:
 def _report_failure(rank: int, message: str, is_self_reported: bool = False) -> None:
     """Report a failure to the first controller."""
     if controller_connection.current_connection is not None:
-        failure = Failure(rank, UNREPORTED_FAILURE_STATUS, message, is_self_reported)
+        failure = WorkerFailure(rank, UNREPORTED_FAILURE_STATUS, message, is_self_reported)
         controller_connection.current_connection.report_failure(failure)
 
 
@@ -174,6 +174,6 @@ def _run_worker_file(context: RankContext, settings: WorkerSettings) -> None:
     description = f"worker {context.number} ({settings.devices[context.number]}, process {os.getpid()})"
     log = f"{settings.log_paths[context.number]}.err"
     controller_connection.current_connection.report_failure(
-        Failure(context.number, status, f"{description} {outcome}; see {log}", is_self_reported=True)
+        WorkerFailure(context.number, status, f"{description} {outcome}; see {log}", is_self_reported=True)
     )
     raise ScriptError(f"{description} {outcome.splitlines()[0]}; see {log}")

@@ -49,7 +49,7 @@ class ForkServer:
         self._channel, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with server_end:
             fd = server_end.fileno()
-            self._pid = spawn(__name__, "run", [fd, os.getpid(), n_local_ranks], [fd], True, os.environ)
+            self._pid = spawn(__name__, "run_server", [fd, os.getpid(), n_local_ranks], [fd], True, os.environ)
 
     @property
     def has_exited(self) -> bool:
@@ -89,7 +89,7 @@ class ForkServer:
             os.waitpid(self._pid, 0)
 
 
-def run() -> None:
+def run_server() -> None:
     """Run the server that `ForkServer` has started, until the channel is closed."""
     channel_fd, parent_pid, n_local_ranks = json.loads(sys.argv[2])
     exit_with_parent(parent_pid, True)

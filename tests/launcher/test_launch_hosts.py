@@ -193,7 +193,7 @@ def test_a_run_goes_on_with_the_gpus_that_a_host_has_left(tmp_path, host, hosts,
 KINDS = {
     "supervisor": r"\S*python\S* -m synkhronos train",
     "rank 0": r"\S*python\S* -m synkhronos\.launcher\.rank_process\.master_process",
-    "rank of another host": r"\S*python\S* -c .*fork_server import run",
+    "rank of another host": r"\S*python\S* -c .*fork_server import run_server",
     "agent": r"\S*python\S* -c .*hosts\.agent_main import",
     "mpirun": r"\S*(mpirun|prterun) -",  # Open MPI's mpirun becomes this
     "what passes lines on": r"\S*python\S* -ISc .*os\.write",

@@ -431,7 +431,7 @@ def test_checkpoint_requirements_are_checked_at_start(monkeypatch):
 
 
 def test_doctor_describes_the_machine():
-    text = doctor.make_report()
+    text = doctor.describe_machine()
     assert re.search(r"^cores +\d+ for this process, \d+ in all$", text, re.MULTILINE)
     assert re.search(rf"^GPUs +{GPUS or 'none'}$", text, re.MULTILINE)
     assert re.search(r"^(pytensor|Theano) +\d", text, re.MULTILINE)
@@ -443,7 +443,7 @@ def test_doctor_names_the_first_step(monkeypatch):
     monkeypatch.setattr(doctor, "find_spec", lambda name: None)
     monkeypatch.setattr(doctor, "get_n_gpu", lambda: 0)
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
-    first, optional = doctor.make_report().split("\nDo first\n")[1].split("\nOptional\n")
+    first, optional = doctor.describe_machine().split("\nDo first\n")[1].split("\nOptional\n")
     assert first.splitlines() == [
         "  1. install a graph library; without one nothing runs: pip install 'synkhronos[pytensor]'",
     ]
@@ -468,7 +468,7 @@ def test_doctor_says_that_ranks_can_run(monkeypatch, library, ready, absent):
     monkeypatch.setattr(doctor, "get_n_gpu", lambda: 0)
     monkeypatch.setattr(doctor.shutil, "which", lambda name: name)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 8 << 30}))
-    required, optional = doctor.make_report().split("\nOptional\n")
+    required, optional = doctor.describe_machine().split("\nOptional\n")
     assert "Do first" not in required and f"\nReady: {ready}" in required and absent not in optional
 
 
@@ -480,7 +480,7 @@ def test_doctor_says_that_gpus_without_their_packages_are_not_used(monkeypatch):
     monkeypatch.setattr(JAX, "list_missing_requirements", lambda: ["jax", "nccl4py"])
     monkeypatch.setattr(doctor, "_describe_gpus", lambda count: ["  cuda0: a card", "  cuda1: a card"])
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 8 << 30}))
-    text = doctor.make_report()
+    text = doctor.describe_machine()
     facts, optional = text.split("\nOptional\n")
     assert "cuda1: a card\n\nReady: PyTensor's functions run on the cores; synkhronos.fork() starts " in facts
     assert optional.startswith("  ranks on GPUs, which need jax, nccl4py: pip install 'synkhronos[gpu]'\n")

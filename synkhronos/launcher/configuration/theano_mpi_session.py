@@ -103,7 +103,7 @@ def to_settings(assignments: Mapping[str, str | list[str]]) -> dict[str, Any]:
     exchange: list[dict[str, Any]] = []
     for name, (key, value) in values.items():
         if name == "devices":
-            settings |= parse_devices([value] if isinstance(value, str) else value)
+            settings |= parse_device_lists([value] if isinstance(value, str) else value)
             continue
         if not isinstance(value, str):
             raise ValueError(f"{key}: expected one value, got {' '.join(value)}")
@@ -125,14 +125,14 @@ def to_settings(assignments: Mapping[str, str | list[str]]) -> dict[str, Any]:
     return merge_tables([settings, *exchange]) if is_bsp else settings
 
 
-def parse_devices(values: list[str]) -> dict[str, Any]:
+def parse_device_lists(values: list[str]) -> dict[str, Any]:
     """Return the settings for a list of devices, ``cuda0,cuda1``, or for one list per host, ``node0:cuda0,cuda1``.
 
     Raise ValueError if only some lists name a host, or a host's devices are not its first ones in order.
 
     Examples
     --------
-    >>> parse_devices(["a:cuda0", "b:cuda0,cuda1"])
+    >>> parse_device_lists(["a:cuda0", "b:cuda0,cuda1"])
     {'hosts': ['a:1', 'b:2'], 'devices': 'cuda0'}
     """
     if not any(":" in value for value in values):

@@ -15,7 +15,7 @@ from typing import Any
 
 from synkhronos.platoon.channel import sockets
 from synkhronos.platoon.channel.sockets import POLL_SECONDS
-from synkhronos.platoon.channel.worker_group import Failure
+from synkhronos.platoon.channel.worker_group import WorkerFailure
 from synkhronos.platoon.util import PlatoonError
 from synkhronos.programs import RankContext
 from synkhronos.programs.rank_context import get_rank
@@ -83,7 +83,7 @@ class ControllerConnection:
         finally:
             os.close(file_descriptor)
 
-    def report_failure(self, failure: Failure) -> None:
+    def report_failure(self, failure: WorkerFailure) -> None:
         """Send a failure to the controller; do nothing if the controller has ended."""
         with contextlib.suppress(PlatoonError):
             self._send({"failure": dataclasses.asdict(failure)})

@@ -58,7 +58,7 @@ class WorkerSettings:
 
 
 @dataclasses.dataclass(frozen=True)
-class Failure:
+class WorkerFailure:
     """A worker's failure, which ends the experiment."""
 
     #: Rank of the worker that failed.
@@ -105,7 +105,7 @@ class WorkerGroup:
         self._listener = sockets.listen(address)
         #: Process ID of the worker at the other end of each connection.
         self._connections: dict[Connection, int] = {}
-        self._failures: list[Failure] = []
+        self._failures: list[WorkerFailure] = []
         #: File and number of bytes of each shared memory, by its name.
         self._memory_files: dict[str, Any] = {}
         self._master_process: subprocess.Popen[bytes] | None = None
@@ -140,7 +140,7 @@ class WorkerGroup:
             )
         self._master_pidfds.append(os.pidfd_open(self._master_process.pid))
 
-    def serve(self, handle_request: Callable[[Any, int, Any], Any]) -> Failure | None:
+    def serve(self, handle_request: Callable[[Any, int, Any], Any]) -> WorkerFailure | None:
         """Answer requests until all workers end, and return the failure to report, if any.
 
         ``handle_request`` takes a request, the worker's process ID and the request's info, and returns the answer.
@@ -170,7 +170,7 @@ class WorkerGroup:
             return None
         if "failure" not in message:
             return message
-        self._failures.append(Failure(**message["failure"]))
+        self._failures.append(WorkerFailure(**message["failure"]))
         self._kill_deadline = min(self._kill_deadline, time.monotonic() + GRACE_SECONDS)
         return None
 
@@ -201,7 +201,7 @@ class WorkerGroup:
         connection.send_bytes(json.dumps({"is_new": is_new}).encode())
         reduction.send_handle(connection, file.fileno(), self._connections[connection])
 
-    def _wait_for_failure(self) -> Failure | None:
+    def _wait_for_failure(self) -> WorkerFailure | None:
         """Wait for the end of all workers, and return the failure to report.
 
         It is the first that a worker reported about itself, or else the last report about another worker.
@@ -221,7 +221,7 @@ class WorkerGroup:
             return None
         log = self._settings.log_paths[0]
         message = f"worker 0 (process {self._master_process.pid}) {describe_exit(status)}; see {log}.err"
-        return Failure(0, UNREPORTED_FAILURE_STATUS, message, is_self_reported=False)
+        return WorkerFailure(0, UNREPORTED_FAILURE_STATUS, message, is_self_reported=False)
 
     def kill_workers(self) -> None:
         """Kill the workers of the first host that have not ended, and their children.
