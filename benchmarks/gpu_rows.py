@@ -29,7 +29,7 @@ from benchmarks._measure import (
 from synkhronos import ranks
 from synkhronos.data_objects.data_access import get_array_location
 from synkhronos.devices import get_rank_device
-from synkhronos.devices.cuda.staging import unwrap_cuda_result
+from synkhronos.devices.cuda.gpu_context import unwrap_cuda_result
 from synkhronos.ranks import ArrayLocation, Command, Rank
 
 WIDTH = 784
@@ -46,16 +46,16 @@ class CopyRows(Command):
     def run(self, rank: Rank) -> None:
         """Copy this rank's rows, and wait for the copy."""
         device: Any = get_rank_device(rank)  # one on GPUs
-        staging = device.staging
+        gpu = device.gpu_context
         target = rank.objects.get("benchmark")
         if target is None or target.size != self.nbytes:
             target = rank.objects["benchmark"] = device.empty((self.nbytes,), np.dtype(np.uint8))
-        source = staging.pin_segment(rank, self.location.segment_key) + rank.number * self.nbytes
-        staging.set_current_gpu()
+        source = device.staging.pinned_segments.pin(rank, self.location.segment_key) + rank.number * self.nbytes
+        gpu.set_current_gpu()
         unwrap_cuda_result(
-            staging.driver.cuMemcpyAsync(device.get_address(target), source, self.nbytes, staging.copy_stream_handle)
+            gpu.driver.cuMemcpyAsync(device.get_address(target), source, self.nbytes, gpu.copy_stream_handle)
         )
-        staging.copy_stream.sync()
+        gpu.copy_stream.sync()
 
 
 def main() -> None:

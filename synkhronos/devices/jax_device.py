@@ -87,7 +87,7 @@ class JaxDevice(CudaDevice):
         return self.is_on_gpu and self._compute_stream is not None and self._compute_stream.is_inline
 
     def get_communicator(self, rank: Rank) -> XlaCommunicator:
-        return rank.registry.get_or_create(XlaCommunicator, lambda: XlaCommunicator(rank, self.staging))
+        return rank.registry.get_or_create(XlaCommunicator, lambda: XlaCommunicator(rank, self.gpu_context))
 
     def can_reduce_in_launch(self, dtype: np.dtype) -> bool:
         """Whether the communicator can reduce arrays of a dtype in the middle of a launch."""
@@ -159,12 +159,12 @@ class JaxDevice(CudaDevice):
                     continue
             value.block_until_ready()  # raises the error of a failed launch
         if is_any_pending:
-            self.staging.set_current_gpu()
-            self.staging.copy_stream.sync()  # JAX notices a tenth of a millisecond late that the GPU is done
+            self.gpu_context.set_current_gpu()
+            self.gpu_context.copy_stream.sync()  # JAX notices a tenth of a millisecond late that the GPU is done
 
     def _order_copies_after(self, array: Array) -> None:
         """Make later work on the stream of copies wait until an array has been computed."""
-        array.__dlpack__(stream=self.staging.copy_stream_handle)
+        array.__dlpack__(stream=self.gpu_context.copy_stream_handle)
 
     def reduce_pair(self, op: ReduceOp, left: Array, right: Array) -> Array:
         name = getattr(op.ufunc, "__name__", "")

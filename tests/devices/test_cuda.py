@@ -17,8 +17,9 @@ import synkhronos as synk
 from synkhronos import devices, ranks
 from synkhronos.data_objects.data_access import get_array_location
 from synkhronos.devices import JAX, PYGPU, cuda
+from synkhronos.devices.cuda.gpu_context import GpuContext
 from synkhronos.devices.cuda.nccl import NcclGroupCommunicator
-from synkhronos.devices.cuda.staging import Staging, _PinnedMemory, _PinnedRing
+from synkhronos.devices.cuda.pinned_memory import PinnedMemory, PinnedRing, PinnedSegments
 from synkhronos.devices.jax.xla_communicator import BufferSpan, XlaCommunicator
 from synkhronos.engines.xla.fused_runner import NcclLaunchCollectives
 from synkhronos.patching import set_environment
@@ -708,54 +709,54 @@ class Driver:
 
 
 @pytest.fixture
-def staging(monkeypatch):
-    """Return the staging memory of a driver that records its calls."""
+def gpu_context(monkeypatch):
+    """Return the context of a driver that records its calls."""
     monkeypatch.setattr(
-        "synkhronos.devices.cuda.staging.unwrap_cuda_result", lambda results: pytest.fail() if results[0] else None
+        "synkhronos.devices.cuda.gpu_context.unwrap_cuda_result", lambda results: pytest.fail() if results[0] else None
     )
-    staging = object.__new__(Staging)
-    staging.driver, staging._pinned_segments, staging.set_current_gpu = Driver(), {}, lambda: None
-    return staging
+    context = object.__new__(GpuContext)
+    context.driver, context.set_current_gpu = Driver(), lambda: None
+    return context
 
 
-def test_pages_are_unlocked_before_they_are_unmapped(staging, two_ranks_per_test):
-    rank = ranks.get_session().rank
+def test_pages_are_unlocked_before_they_are_unmapped(gpu_context, two_ranks_per_test):
+    rank, segments = ranks.get_session().rank, PinnedSegments(gpu_context)
     arrays = [synk.data(np.ones(n)) for n in (10, 5000, 3)]
     keys = [get_array_location(array).segment_key for array in arrays]
     for key in keys:
-        assert staging.pin_segment(rank, key) == staging.pin_segment(rank, key)
-    assert len(staging.driver.locked) == len(rank.segments.before_unmap_callbacks) + 2 == 3
+        assert segments.pin(rank, key) == segments.pin(rank, key)
+    assert len(gpu_context.driver.locked) == len(rank.segments.before_unmap_callbacks) + 2 == 3
     del arrays[1]
     ranks.get_session().send_releases()
-    assert len(staging.driver.locked) == len(staging._pinned_segments) == 2
+    assert len(gpu_context.driver.locked) == len(segments._addresses) == 2
     synk.close()
-    assert not staging.driver.locked and not staging._pinned_segments
+    assert not gpu_context.driver.locked and not segments._addresses
 
 
-def test_pages_left_locked_by_an_interrupt_are_locked_again(staging):
+def test_pages_left_locked_by_an_interrupt_are_locked_again(gpu_context):
     memory = np.zeros(10, np.uint8)
-    staging.pin_pages(memory.ctypes.data, 5)
-    staging.pin_pages(memory.ctypes.data, 10)
-    assert staging.driver.locked == {memory.ctypes.data: 10}
-    staging.unpin_pages(memory.ctypes.data)
-    staging.unpin_pages(memory.ctypes.data)  # a repeated call does nothing
-    assert not staging.driver.locked
+    gpu_context.pin_pages(memory.ctypes.data, 5)
+    gpu_context.pin_pages(memory.ctypes.data, 10)
+    assert gpu_context.driver.locked == {memory.ctypes.data: 10}
+    gpu_context.unpin_pages(memory.ctypes.data)
+    gpu_context.unpin_pages(memory.ctypes.data)  # a repeated call does nothing
+    assert not gpu_context.driver.locked
 
 
-def test_vectors_in_transfer_are_not_moved(staging):
-    pinned = _PinnedMemory(staging)
+def test_vectors_in_transfer_are_not_moved(gpu_context):
+    pinned = PinnedMemory(gpu_context)
     vectors = [np.arange(1 << 17) * k for k in (1, 2, 3)]
     places = [pinned.store(vector) for vector in vectors]
-    assert len(staging.driver.locked) == 2  # the third did not fit
+    assert len(gpu_context.driver.locked) == 2  # the third did not fit
     for place, vector in zip(places, vectors, strict=True):
         stored = (ctypes.c_int64 * vector.size).from_address(place)
         np.testing.assert_array_equal(np.ctypeslib.as_array(stored), vector)
     pinned.used_nbytes = 0  # all ranks have arrived
     pinned.store(vectors[0])
-    assert len(staging.driver.locked) == 1
+    assert len(gpu_context.driver.locked) == 1
 
 
-def test_a_ring_overwrites_vectors_after_their_copies(staging):
+def test_a_ring_overwrites_vectors_after_their_copies(gpu_context):
     recorded, waited_for = [], []
 
     def record_event():
@@ -763,8 +764,8 @@ def test_a_ring_overwrites_vectors_after_their_copies(staging):
         recorded.append(event)
         return event
 
-    staging.record_event = record_event
-    ring, vector = _PinnedRing(staging), np.arange(1 << 15)  # a half has four of them
+    gpu_context.record_event = record_event
+    ring, vector = PinnedRing(gpu_context), np.arange(1 << 15)  # a half has four of them
     addresses = [ring.store(vector) for _ in range(8)]
     assert len(set(addresses)) == 8 and not waited_for
     assert ring.store(vector) == addresses[0] and waited_for == recorded[:1]
@@ -773,9 +774,9 @@ def test_a_ring_overwrites_vectors_after_their_copies(staging):
 
 
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
-def test_unlockable_memory_is_not_used(staging, monkeypatch, error):
-    pinned, vector = _PinnedMemory(staging), np.arange(1 << 17)
-    lock = staging.pin_pages
+def test_unlockable_memory_is_not_used(gpu_context, monkeypatch, error):
+    pinned, vector = PinnedMemory(gpu_context), np.arange(1 << 17)
+    lock = gpu_context.pin_pages
 
     def fails(address, nbytes):
         lock(address, nbytes)
@@ -783,24 +784,24 @@ def test_unlockable_memory_is_not_used(staging, monkeypatch, error):
 
     pinned.store(vector)
     for _ in range(3):
-        monkeypatch.setattr(staging, "pin_pages", fails)
+        monkeypatch.setattr(gpu_context, "pin_pages", fails)
         with pytest.raises(error):
             pinned.store(np.arange(1 << 19))
-        monkeypatch.setattr(staging, "pin_pages", lock)
+        monkeypatch.setattr(gpu_context, "pin_pages", lock)
         pinned.used_nbytes = 0
         place = pinned.store(vector)
-        assert list(staging.driver.locked) == [pinned._memory.ctypes.data] and place == pinned._memory.ctypes.data
+        assert list(gpu_context.driver.locked) == [pinned._memory.ctypes.data] and place == pinned._memory.ctypes.data
 
 
-def test_unlockable_segment_is_forgotten(staging, monkeypatch, two_ranks_per_test):
-    rank, array = ranks.get_session().rank, synk.data(np.ones(10))
-    lock = staging.pin_pages
+def test_unlockable_segment_is_forgotten(gpu_context, monkeypatch, two_ranks_per_test):
+    rank, array, segments = ranks.get_session().rank, synk.data(np.ones(10)), PinnedSegments(gpu_context)
+    lock = gpu_context.pin_pages
 
     def interrupted(address, nbytes):
         lock(address, nbytes)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(staging, "pin_pages", interrupted)
+    monkeypatch.setattr(gpu_context, "pin_pages", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        staging.pin_segment(rank, get_array_location(array).segment_key)
-    assert not staging.driver.locked and not staging._pinned_segments
+        segments.pin(rank, get_array_location(array).segment_key)
+    assert not gpu_context.driver.locked and not segments._addresses

@@ -48,7 +48,7 @@ class GetGpu(Command):
     def run(self, rank):
         from cuda.core import Device
 
-        GPU_DEVICE.staging.set_current_gpu()
+        GPU_DEVICE.gpu_context.set_current_gpu()
         return rank.all_gather(
             (GPU_DEVICE.owns(GPU_DEVICE.empty((1,), np.dtype("float32"))), str(Device(0).pci_bus_id))
         )
@@ -254,7 +254,7 @@ def test_waiting_for_an_array_waits_for_the_gpu(two_ranks_per_test):
     for _ in range(20):
         multiply()  # takes longer on the GPU than in the host
     GPU_DEVICE.wait([get_library(w).borrow_value(w)])
-    driver = GPU_DEVICE.staging.driver
+    driver = GPU_DEVICE.gpu_context.driver
     assert driver.cuStreamQuery(GPU_DEVICE.stream) == (driver.CUresult.CUDA_SUCCESS,)
 
 

@@ -67,10 +67,10 @@ def connect():
         cuStreamQuery=lambda stream: (0,), CUresult=types.SimpleNamespace(CUDA_ERROR_NOT_READY=600)
     )
     array_device = types.SimpleNamespace(stream=7)
-    staging = types.SimpleNamespace(
+    gpu = types.SimpleNamespace(
         array_device=array_device, driver=driver, side_stream=SIDE, event=EVENT, host_valid_flag=np.zeros(1, np.int32)
     )
-    staging.set_current_gpu = lambda: None
+    gpu.set_current_gpu = lambda: None
     rank = types.SimpleNamespace(
         pending_operations=[],
         command_number=5,
@@ -79,7 +79,7 @@ def connect():
     )
     sys.modules["nccl"], sys.modules["nccl.bindings"] = types.ModuleType("nccl"), types.ModuleType("nccl.bindings")
     sys.modules["nccl.bindings"].nccl = None
-    communicator = xla_communicator.XlaCommunicator(rank, staging)
+    communicator = xla_communicator.XlaCommunicator(rank, gpu)
     comm = types.SimpleNamespace(abort=lambda: calls.append("abort"), _comm=COMM)
     connection = communicator._connection
     connection._set_current_comm(connection._attempt, comm)

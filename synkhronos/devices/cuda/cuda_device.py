@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices import cuda
-from synkhronos.devices.cuda.nccl import NcclCommunicator, NcclGroupCommunicator, to_nccl_dtype
-from synkhronos.devices.cuda.staging import GpuBytes, ItemRange, Staging
+from synkhronos.devices.cuda.gpu_context import GpuContext
+from synkhronos.devices.cuda.nccl import ItemRange, NcclCommunicator, NcclGroupCommunicator, to_nccl_dtype
+from synkhronos.devices.cuda.staging import GpuBytes, Staging
 from synkhronos.devices.device import Device
 from synkhronos.devices.reduce_op import REDUCE_OPS
 from synkhronos.devices.selection import Buffers, Selection
@@ -80,6 +81,11 @@ class CudaDevice(Device):
                 self.open_gpu(gpu)
             self._gpu = gpu
 
+    @cached_property
+    def gpu_context(self) -> GpuContext:
+        """CUDA's driver and streams on this process's GPU."""
+        return GpuContext(self)
+
     # -- methods of the library --------------------------------------------------------------------------------
 
     @abstractmethod
@@ -98,7 +104,7 @@ class CudaDevice(Device):
     # -- collectives -----------------------------------------------------------------------------------------
 
     def get_communicator(self, rank: Rank) -> NcclCommunicator:
-        return rank.registry.get_or_create(NcclCommunicator, lambda: NcclCommunicator(rank, self.staging))
+        return rank.registry.get_or_create(NcclCommunicator, lambda: NcclCommunicator(rank, self.gpu_context))
 
     def get_group_communicator(self, rank: Rank, members: Iterable[int]) -> NcclGroupCommunicator:
         """Return the communicator of a group of ranks, always the same object for the same members."""
@@ -126,7 +132,7 @@ class CudaDevice(Device):
     @cached_property
     def staging(self) -> Staging:
         """Copies between shared memory and this process's GPU."""
-        return Staging(self)
+        return Staging(self.gpu_context)
 
     def read_segment(self, rank: Rank, location: ArrayLocation, rows: Selection | None) -> Array:
         if self.is_on_gpu:

@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from synkhronos.devices.communicator import ArrayLayout, SpeculativeCommunicator
+from synkhronos.devices.cuda.gpu_context import GpuContext, unwrap_cuda_result
 from synkhronos.devices.cuda.nccl_connection import NCCL_UINT8, PEER_POLL_SECONDS, NcclConnection
-from synkhronos.devices.cuda.staging import ItemRange, Staging, unwrap_cuda_result
 from synkhronos.devices.cuda.watchdog import GPU_POLL_SECONDS, CollectiveWatchdog
 from synkhronos.devices.reduce_op import REDUCE_OPS
 from synkhronos.ranks import Rank
@@ -45,6 +45,14 @@ def to_nccl_dtype(dtype: np.dtype) -> int | None:
     return NCCL_DTYPES.get(str(dtype))  # cached, as the conversion to str is slow
 
 
+class ItemRange(NamedTuple):
+    """Consecutive items of an array, to be written in place: the first one's address, and their bytes."""
+
+    array: Any
+    address: int
+    nbytes: int
+
+
 class NcclCommunicator(SpeculativeCommunicator):
     """Collectives over arrays on the ranks' GPUs.
 
@@ -53,18 +61,16 @@ class NcclCommunicator(SpeculativeCommunicator):
     ranks makes the rank's ``watchdog``, which is passed to the communicators of groups.
     """
 
-    def __init__(self, rank: Rank, staging: Staging, watchdog: CollectiveWatchdog | None = None):
+    def __init__(self, rank: Rank, gpu: GpuContext, watchdog: CollectiveWatchdog | None = None):
         self._rank = rank
-        self._staging = staging
-        self._array_device = staging.array_device
-        self._stream = (
-            staging.copy_stream_handle if staging.array_device.stream is None else staging.array_device.stream
-        )
-        valid_flag = np.zeros(1, np.int32) if watchdog else staging.host_valid_flag
-        self._connection = NcclConnection(rank, staging, self._stream, valid_flag)
+        self._gpu = gpu
+        self._array_device = gpu.array_device
+        self._stream = gpu.copy_stream_handle if gpu.array_device.stream is None else gpu.array_device.stream
+        valid_flag = np.zeros(1, np.int32) if watchdog else gpu.host_valid_flag
+        self._connection = NcclConnection(rank, gpu, self._stream, valid_flag)
         self._nccl, self._nccl_lock = self._connection.nccl, self._connection.nccl_lock
         if watchdog is None:
-            watchdog = CollectiveWatchdog(rank, staging, self._connection, self._stream)
+            watchdog = CollectiveWatchdog(rank, gpu, self._connection, self._stream)
             # A collective that waits for a missing rank occupies the GPU, and calls that free GPU memory would block.
             rank.pending_operations.append(watchdog)
         else:
@@ -87,7 +93,7 @@ class NcclCommunicator(SpeculativeCommunicator):
         if self.generation and set(generations) == {self.generation}:
             return
         self._watchdog.abort(self._connection)
-        self._staging.set_current_gpu()
+        self._gpu.set_current_gpu()
         self._wait_until_idle()  # earlier work must not count against the timeout of the connection
         self._connection.connect(max(generations) + 1, members, all_gather)
 
@@ -110,7 +116,7 @@ class NcclCommunicator(SpeculativeCommunicator):
         if not n_items:
             return
         target = address if out is array else self._array_device.get_address(out)
-        self._staging.set_current_gpu()
+        self._gpu.set_current_gpu()
         nbytes = n_items * array.dtype.itemsize
         is_idle = not self._enqueued_nbytes and self._watchdog.is_stream_idle()
         if nbytes > _QUICK_NBYTES or not (self._enqueued_nbytes or is_idle):
@@ -135,7 +141,7 @@ class NcclCommunicator(SpeculativeCommunicator):
         nbytes, self._enqueued_nbytes = self._enqueued_nbytes, 0
         if not 0 < nbytes <= _QUICK_NBYTES:
             return not nbytes
-        driver, deadline = self._staging.driver, perf_counter() + _QUICK_SECONDS
+        driver, deadline = self._gpu.driver, perf_counter() + _QUICK_SECONDS
         while (result := driver.cuStreamQuery(self._stream)[0]) != driver.CUresult.CUDA_SUCCESS:
             if result != driver.CUresult.CUDA_ERROR_NOT_READY or perf_counter() > deadline:
                 return False
@@ -254,7 +260,7 @@ class NcclCommunicator(SpeculativeCommunicator):
 
     def _wait_for_earlier_work(self) -> None:
         """Wait until earlier work on the stream is done, without aborting it if a peer has failed."""
-        self._staging.set_current_gpu()
+        self._gpu.set_current_gpu()
         self._wait_until_idle(self._rank.barriers.check_cancelled)
 
     def _prepare_buffer(self, array: Array) -> tuple[int, int, int | None]:
@@ -274,7 +280,7 @@ class NcclCommunicator(SpeculativeCommunicator):
                 last_check = now
             if now > start + PEER_POLL_SECONDS:
                 time.sleep(GPU_POLL_SECONDS)
-        unwrap_cuda_result(self._staging.driver.cuStreamQuery(self._stream))
+        unwrap_cuda_result(self._gpu.driver.cuStreamQuery(self._stream))
         if not self._watchdog.has_lost_peer:  # else the work was aborted, and results are undefined
             self._watchdog.writes_in_place = False
 
@@ -304,7 +310,7 @@ class NcclGroupCommunicator(NcclCommunicator):
     """
 
     def __init__(self, parent: NcclCommunicator):
-        super().__init__(parent._rank, parent._staging, watchdog=parent._watchdog)
+        super().__init__(parent._rank, parent._gpu, watchdog=parent._watchdog)
 
     def connect_members(
         self, members: Sequence[int], generations: Sequence[int], all_gather: Callable[[Any], Sequence[Any]]

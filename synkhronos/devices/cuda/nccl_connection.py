@@ -28,9 +28,9 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.devices.cuda.gpu_context import GpuContext, unwrap_cuda_result
 from synkhronos.devices.cuda.launch_state import LaunchState
 from synkhronos.devices.cuda.nccl_log import NcclLog
-from synkhronos.devices.cuda.staging import Staging, unwrap_cuda_result
 from synkhronos.ranks import Rank
 from synkhronos.ranks.interrupts import defer_signals
 
@@ -73,7 +73,7 @@ class NcclConnection:
 
     _numbers = itertools.count(1)
 
-    def __init__(self, rank: Rank, staging: Staging, stream: int, valid_flag: np.ndarray):
+    def __init__(self, rank: Rank, gpu: GpuContext, stream: int, valid_flag: np.ndarray):
         from nccl.bindings import nccl
 
         self.nccl = nccl
@@ -83,7 +83,7 @@ class NcclConnection:
         self.members: tuple[int, ...] = ()
         self.launch_state = LaunchState(valid_flag_address=valid_flag.ctypes.data)
         self.communicator_number, self.may_be_recorded = 0, False
-        self._rank, self._staging, self._stream = rank, staging, stream
+        self._rank, self._gpu, self._stream = rank, gpu, stream
         self._comm: Any = None  # a `nccl.core.Communicator`
         self._handle: Any = None  # its handle, for the bindings' functions
         #: Number of the current attempt to connect; the result of an earlier one is discarded.
@@ -139,10 +139,10 @@ class NcclConnection:
         nccl, stream = self.nccl, self._stream
         size, nccl_rank = len(self.members), self.members.index(self._rank.number)
         try:
-            self._staging.set_current_gpu()
+            self._gpu.set_current_gpu()
             comm = Communicator.init(size, nccl_rank, UniqueId.from_bytes(unique_id))
             handle = comm._comm  # for the bindings' functions: methods of the class inspect their arrays at each call
-            address = self._staging.allocate_scratch(size)
+            address = self._gpu.allocate_scratch(size)
             with self.nccl_lock:
                 if not self._set_current_comm(attempt, comm):
                     comm.abort()
@@ -159,7 +159,7 @@ class NcclConnection:
                         nccl.send(address, 1, NCCL_UINT8, peer, handle, stream)
                         nccl.recv(address + peer, 1, NCCL_UINT8, peer, handle, stream)
                 nccl.group_end()
-            unwrap_cuda_result(self._staging.driver.cuStreamSynchronize(stream))
+            unwrap_cuda_result(self._gpu.driver.cuStreamSynchronize(stream))
         except BaseException as error:
             errors.append(error)
 
@@ -186,7 +186,7 @@ class NcclConnection:
                 self.valid_flag[0] = 0
                 self.launch_state.comm_handle = 0
             if comm is not None:
-                self._staging.set_current_gpu()
+                self._gpu.set_current_gpu()
                 is_locked = self.nccl_lock.acquire(timeout=STUCK_TIMEOUT_SECONDS)
                 try:
                     self._abort(comm)

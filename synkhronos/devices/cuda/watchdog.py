@@ -33,8 +33,8 @@ import threading
 import time
 from time import perf_counter
 
+from synkhronos.devices.cuda.gpu_context import GpuContext
 from synkhronos.devices.cuda.nccl_connection import PEER_POLL_SECONDS, STUCK_TIMEOUT_SECONDS, NcclConnection
-from synkhronos.devices.cuda.staging import Staging
 from synkhronos.ranks import Cancelled, PendingOperation, Rank
 from synkhronos.ranks.interrupts import defer_signals
 
@@ -54,9 +54,9 @@ class CollectiveWatchdog(PendingOperation):
     ``writes_in_place``, an abort of the pending collectives leaves variables undefined.
     """
 
-    def __init__(self, rank: Rank, staging: Staging, connection: NcclConnection, stream: int):
+    def __init__(self, rank: Rank, gpu: GpuContext, connection: NcclConnection, stream: int):
         self.has_lost_peer = self.writes_in_place = False
-        self._rank, self._staging, self._stream = rank, staging, stream
+        self._rank, self._gpu, self._stream = rank, gpu, stream
         self.connections = [connection]
         self.active_connection = connection
         self._thread: threading.Thread | None = None
@@ -157,19 +157,19 @@ class CollectiveWatchdog(PendingOperation):
 
     def is_stream_idle(self) -> bool:
         """Whether all work on the stream is done."""
-        (result,) = self._staging.driver.cuStreamQuery(self._stream)
-        return bool(result != self._staging.driver.CUresult.CUDA_ERROR_NOT_READY)
+        (result,) = self._gpu.driver.cuStreamQuery(self._stream)
+        return bool(result != self._gpu.driver.CUresult.CUDA_ERROR_NOT_READY)
 
     def would_lose_writes(self) -> bool:
         """Whether a collective that writes in place is pending, or was aborted by a peer's exit."""
         if self._pending_command_number and not self.has_lost_peer:
-            self._staging.set_current_gpu()
+            self._gpu.set_current_gpu()
             return self.writes_in_place and not self.is_stream_idle()
         return self.has_lost_peer and self.writes_in_place
 
     def finish(self) -> None:
         """Wait until the stream is idle, or a peer has exited."""
-        self._staging.set_current_gpu()
+        self._gpu.set_current_gpu()
         while self._pending_command_number and not self.is_stream_idle() and not self._rank.has_peer_died():
             time.sleep(GPU_POLL_SECONDS)
 
@@ -186,7 +186,7 @@ class CollectiveWatchdog(PendingOperation):
 
     def _watch_peers(self) -> None:
         """Abort pending collectives when a peer has exited, or has failed in the command that started them."""
-        self._staging.set_current_gpu()
+        self._gpu.set_current_gpu()
         failed_command, failed_since, pause = 0, 0.0, PEER_POLL_SECONDS
         while not self._stop.wait(pause):
             command_number, pause = self._pending_command_number, PEER_POLL_SECONDS
@@ -220,7 +220,7 @@ class CollectiveWatchdog(PendingOperation):
         answers: list[bool] = []
 
         def query() -> None:
-            self._staging.set_current_gpu()
+            self._gpu.set_current_gpu()
             answers.append(self.is_stream_idle())
 
         if self._query_thread is not None and self._query_thread.is_alive():

@@ -13,9 +13,9 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple, assert_never
 
+from synkhronos.devices.cuda.gpu_context import unwrap_cuda_result
 from synkhronos.devices.cuda.launch_state import LaunchState, find_function_addresses
 from synkhronos.devices.cuda.nccl import NCCL_DTYPES, NCCL_OPS, NcclCommunicator
-from synkhronos.devices.cuda.staging import unwrap_cuda_result
 
 #: A collective within a launch of XLA.
 Collective = Literal["all_reduce", "reduce_scatter", "all_gather"]
@@ -56,7 +56,7 @@ class XlaCommunicator(NcclCommunicator):
         if not state.all_reduce_address:  # at the first launch
             for name, address in find_function_addresses().items():
                 setattr(state, name, address)
-            state.side_stream, state.event = self._staging.side_stream, int(self._staging.event)
+            state.side_stream, state.event = self._gpu.side_stream, int(self._gpu.event)
         self._mark_started()
         connection.may_be_recorded = connection.may_be_recorded or is_recordable
         with self._nccl_lock:
@@ -77,9 +77,9 @@ class XlaCommunicator(NcclCommunicator):
         A reduce-scatter divides the items into equal parts, one for each rank, and writes this rank's part.  An
         all-gather has no ``op``, and writes the items of all ranks.
         """
-        self._staging.order_after(self._staging.side_stream, xla_stream)
+        self._gpu.order_after(self._gpu.side_stream, xla_stream)
         self._has_side_work = True
-        self._enqueue_collectives(spans, op, self._staging.side_stream, collective)
+        self._enqueue_collectives(spans, op, self._gpu.side_stream, collective)
 
     def enqueue_on_xla_stream(
         self,
@@ -97,13 +97,13 @@ class XlaCommunicator(NcclCommunicator):
         self.join_side_stream(xla_stream)
         self._enqueue_collectives(spans, op, xla_stream, collective)
         host_flag_address = self._connection.launch_state.valid_flag_address
-        unwrap_cuda_result(self._staging.driver.cuMemcpyAsync(valid_flag_address, host_flag_address, 4, xla_stream))
+        unwrap_cuda_result(self._gpu.driver.cuMemcpyAsync(valid_flag_address, host_flag_address, 4, xla_stream))
 
     def join_side_stream(self, xla_stream: int | None) -> None:
         """Make XLA's stream wait for the collectives on the side stream."""
         if self._has_side_work:
             self._has_side_work = False
-            self._staging.order_after(xla_stream, self._staging.side_stream)
+            self._gpu.order_after(xla_stream, self._gpu.side_stream)
 
     def _enqueue_collectives(
         self, spans: Sequence[BufferSpan], op: str, stream: int | None, collective: Collective
