@@ -229,9 +229,8 @@ class Scatter(Command):
                 selection = rows if isinstance(rows, range) else rows.view(rank.segments)
             shared = rank.get_object(key)
             library = get_library(shared)
-            library.store_value(
-                shared, get_array_device(library.borrow_value(shared)).read_segment(rank, value, selection)
-            )
+            device = get_array_device(library.borrow_value(shared))
+            library.store_value(shared, device.transfers.read_segment(rank, value, selection))
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,10 +348,10 @@ class GetValue(Command):
         for replica in prepare_replicas(rank, rank.get_objects(self.variable_keys)):
             layouts: list[ArrayLayout | None] = [None] * rank.size
             layouts[self.source_rank] = replica.layouts[self.source_rank]
-            own = replica.device.as_bytes(replica.value) if rank.number == self.source_rank else None
+            own = replica.device.transfers.as_bytes(replica.value) if rank.number == self.source_rank else None
             out = None
             if rank.is_master:
-                allocate = get_rank_device(rank).empty_in_host_memory
+                allocate = get_rank_device(rank).transfers.empty_in_host_memory
                 out = [None if layout is None else allocate(*layout) for layout in layouts]
                 results.append(out[self.source_rank])
             NUMPY.get_communicator(rank).gather(own, rank.master_rank, layouts, out)

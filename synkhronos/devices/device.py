@@ -5,7 +5,8 @@ A device is an object ``DEVICE`` of a module of this package.  Its attribute ``n
 are required: `owns`, `to_numpy` and `from_numpy`.  Defaults that need an array's content copy it through host memory.
 Override other methods for one of these reasons:
 
-- speed: any default that copies through host memory, such as `empty`, `concatenate` and `read_segment`
+- speed: any default that copies through a NumPy array, such as `empty` and `concatenate`; `transfers` for the inputs
+  and results of functions
 - exchange rules that compute with the device's arrays: `has_arithmetic`; also `flatten` and `split`, unless the arrays
   have ``reshape``, slices and ``astype``
 - collectives that transfer the device's arrays directly: `can_communicate`, `get_communicator`, `as_writable` and
@@ -18,16 +19,17 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from synkhronos.devices.communicator import Communicator
+from synkhronos.devices.host_transfers import HostTransfers
 from synkhronos.devices.multi_host_communicator import get_numpy_communicator
 from synkhronos.devices.reduce_op import ReduceOp
-from synkhronos.devices.selection import Buffers, Selection, take_rows
-from synkhronos.ranks import ArrayLocation, Rank
+from synkhronos.ranks import Rank
 from synkhronos.variable_types import Array
 
 
@@ -35,7 +37,7 @@ class Device(ABC):
     """Adapter for one kind of array and for its hardware.
 
     The arrays have the attributes ``shape`` and ``dtype``, as NumPy's do.  The methods are five groups: arrays,
-    arithmetic, start of the ranks, shared memory, and collectives.
+    arithmetic, start of the ranks, host memory, and collectives.
 
     Attributes
     ----------
@@ -141,42 +143,16 @@ class Device(ABC):
         """Whether this process has started a runtime that its forks can't use."""
         return False
 
-    # -- shared memory, for inputs of functions and programs -----------------------------------------------
+    # -- host memory, for inputs and results of functions --------------------------------------------------
 
     def accepts_input(self, dtype: np.dtype, ndim: int) -> bool:
         """Whether functions take inputs of this dtype and ndim as arrays of this kind, rather than as NumPy arrays."""
         return True
 
-    def stage_input(
-        self, rank: Rank, location: ArrayLocation, rows: Selection | None, buffers: Buffers, must_copy: bool
-    ) -> Any:
-        """Return rows of an array in shared memory (None: all) as an input of the next launch.
-
-        The result may be one of the input's ``buffers``, which the next call overwrites.  With ``must_copy``, it must
-        not share memory with the segment, because the function may overwrite it.
-        """
-        return self.read_segment(rank, location, rows)
-
-    def stage_indexes(self, values: np.ndarray, buffers: Buffers) -> Array:
-        """Return a vector of indexes as an input of the next launch, perhaps in one of the input's ``buffers``."""
-        return self.as_array(values)
-
-    def read_segment(self, rank: Rank, location: ArrayLocation, rows: Selection | None) -> Array:
-        """Copy rows of an array in shared memory (None: all) into a new array of this kind."""
-        view = location.view(rank.segments)
-        return self.from_numpy(view if rows is None else take_rows(view, rows))
-
-    def write_segment(self, rank: Rank, segment_key: int, offset: int, value: Array) -> None:
-        """Copy an array into a segment of shared memory, from byte ``offset`` on."""
-        rank.segments[segment_key].view_array(tuple(value.shape), value.dtype, offset)[...] = self.to_numpy(value)
-
-    def empty_in_host_memory(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Return a new NumPy array of undefined content, for a large result that is copied into it."""
-        return np.empty(shape, dtype)
-
-    def as_bytes(self, value: Array) -> Any:
-        """Return an array's bytes: a vector of uint8, or an object with its ``size`` and a method ``copy_to``."""
-        return np.ascontiguousarray(self.to_numpy(value)).reshape(-1).view(np.uint8)
+    @cached_property
+    def transfers(self) -> HostTransfers:
+        """Copies between host memory and arrays of this kind."""
+        return HostTransfers(self)
 
     # -- collectives ---------------------------------------------------------------------------------------
 

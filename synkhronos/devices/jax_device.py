@@ -197,8 +197,8 @@ class JaxDevice(CudaDevice):
         """Convert an array to NumPy, after it has been computed."""
         if not self._is_large(value):
             return np.asarray(value)
-        array = self.empty_in_host_memory(value.shape, value.dtype)  # JAX's own copy takes twice as long
-        self.as_bytes(value).copy_to(array.reshape(-1).view(np.uint8), 0)
+        array = self.transfers.empty_in_host_memory(value.shape, value.dtype)  # JAX's own copy takes twice as long
+        self.transfers.as_bytes(value).copy_to(array.reshape(-1).view(np.uint8), 0)
         return array
 
     def _is_large(self, value: Array) -> bool:

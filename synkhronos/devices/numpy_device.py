@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from synkhronos.devices.device import Device
+from synkhronos.devices.host_transfers import HostTransfers
 from synkhronos.devices.reduce_op import ReduceOp
 from synkhronos.devices.selection import Buffers, Selection, take_rows
 from synkhronos.ranks import ArrayLocation, Rank
@@ -62,6 +64,14 @@ class NumpyDevice(Device):
         if isinstance(value, np.ndarray) and value.flags.c_contiguous and value.flags.writeable:
             return value
         return np.array(value, order="C")
+
+    @cached_property
+    def transfers(self) -> HostTransfers:
+        return NumpyTransfers(self)
+
+
+class NumpyTransfers(HostTransfers):
+    """Selections of rows, most of them without a copy."""
 
     def stage_input(
         self, rank: Rank, location: ArrayLocation, rows: Selection | None, buffers: Buffers, must_copy: bool

@@ -21,8 +21,6 @@ import numpy as np
 
 from synkhronos.devices.cuda.cuda_device import CudaDevice
 from synkhronos.devices.reduce_op import ReduceOp
-from synkhronos.devices.selection import Buffers, Selection
-from synkhronos.ranks import ArrayLocation, Rank
 from synkhronos.variable_types import Array
 
 _log = logging.getLogger("synkhronos")
@@ -33,6 +31,7 @@ class PygpuDevice(CudaDevice):
 
     name = "pygpu"
     must_move_shared_values = False
+    may_return_inputs = True
     requirements = {("theano",): "Theano==1.0.5", ("pygpu",): "pygpu"}  # noqa: RUF012 - never modified
     install_hint = "pip install 'synkhronos[theano-gpu]', and pygpu as docs/theano.rst describes"
     graph_library_name = "theano"
@@ -133,14 +132,6 @@ class PygpuDevice(CudaDevice):
         import pygpu
 
         return pygpu.array(array, context=self._context)
-
-    def stage_input(
-        self, rank: Rank, location: ArrayLocation, rows: Selection | None, buffers: Buffers, must_copy: bool
-    ) -> Any:
-        # A function that may overwrite its input may also return it as a shared variable's new value.
-        if must_copy:
-            return self.read_segment(rank, location, rows)
-        return super().stage_input(rank, location, rows, buffers, must_copy)
 
 
 DEVICE = PygpuDevice()

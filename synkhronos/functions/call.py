@@ -328,7 +328,7 @@ class RankCall:
         rank, computation = self._rank, self.computation
         devices = computation.choose_input_devices(self._runner)
         values = [
-            device.stage_input(rank, array, selection, computation.buffers[position], spec.mutable)
+            device.transfers.stage_input(rank, array, selection, computation.buffers[position], spec.mutable)
             for position, (device, array, selection, spec) in enumerate(
                 zip(devices, self._arrays, rows, computation.inputs, strict=True)
             )
@@ -340,5 +340,5 @@ class RankCall:
             else:
                 device = computation.device if computation.device.accepts_input(np.dtype(np.int64), 1) else NUMPY
                 indexes = np.asarray(sliceable_rows, np.int64)
-                values.append(device.stage_indexes(indexes, computation.buffers["rows"]))
+                values.append(device.transfers.stage_indexes(indexes, computation.buffers["rows"]))
         return values

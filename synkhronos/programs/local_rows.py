@@ -91,11 +91,11 @@ class LocalRows:
 
     def to_device(self, device: Device) -> Any:
         """Return a copy of the rows as an array on a device."""
-        return device.read_segment(self._rank, self._location, self._get_selection())
+        return device.transfers.read_segment(self._rank, self._location, self._get_selection())
 
     def stage_input(self, device: Device, buffers: Buffers, must_copy: bool) -> Any:
-        """Return the rows as an input of the next launch, as ``Device.stage_input`` does."""
-        return device.stage_input(self._rank, self._location, self._get_selection(), buffers, must_copy)
+        """Return the rows as an input of the next launch, as `HostTransfers.stage_input` does."""
+        return device.transfers.stage_input(self._rank, self._location, self._get_selection(), buffers, must_copy)
 
     def _get_selection(self) -> Selection | None:
         """Return the selected rows, None for all; raise IndexError if any of them is not on this rank's host."""
@@ -115,7 +115,7 @@ class LocalRows:
             target[...] = cast(value, self.dtype, "value")
         elif value.dtype == self.dtype and math.prod(value.shape) == target.size:
             np.broadcast_shapes(value.shape, target.shape)  # raises ValueError
-            device.write_segment(self._rank, key, offset, value)
+            device.transfers.write_segment(self._rank, key, offset, value)
         else:
             target[...] = cast(device.to_numpy(value), self.dtype, "value")
 

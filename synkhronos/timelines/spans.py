@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from synkhronos.collectives.all_reduce_command import AllReducePlan
-from synkhronos.devices import Communicator, Device
+from synkhronos.devices import Communicator
+from synkhronos.devices.host_transfers import HostTransfers
 from synkhronos.engines.engine import Engine, Runner
 from synkhronos.functions.call import Call
 from synkhronos.functions.computation import Computation
@@ -80,7 +81,7 @@ register_traced_method(Mailbox, "post", "post", "post")
 register_traced_method(ControlMemory, "wait", WAIT_CATEGORY, _name_wait)
 register_traced_method(Command, "run", "command", _name_command)
 register_traced_method(Computation, "compile_variant", "compile", "compile")
-register_traced_method(Device, "stage_input", "copy", "copy rows")
+register_traced_method(HostTransfers, "stage_input", "copy", "copy rows")
 register_traced_method(Runner, "__call__", "launch", "launch")
 register_traced_method(Engine, "fetch_outputs", "copy", "fetch outputs")
 register_traced_method(LoaderRows, "wait_for_row_indexes", "load", "wait for the loader")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import mmap
 import os
 from abc import abstractmethod
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import Any
 
@@ -16,26 +14,32 @@ import numpy as np
 from synkhronos.devices import cuda
 from synkhronos.devices.cuda.gpu_context import GpuContext
 from synkhronos.devices.cuda.nccl import ItemRange, NcclCommunicator, NcclGroupCommunicator, to_nccl_dtype
-from synkhronos.devices.cuda.staging import GpuBytes, Staging
+from synkhronos.devices.cuda.staging import Staging
 from synkhronos.devices.device import Device
+from synkhronos.devices.host_transfers import HostTransfers
 from synkhronos.devices.reduce_op import REDUCE_OPS
-from synkhronos.devices.selection import Buffers, Selection
+from synkhronos.devices.selection import Buffers
 from synkhronos.patching import set_environment
-from synkhronos.ranks import ArrayLocation, Rank, count_available_cores
+from synkhronos.ranks import Rank
 from synkhronos.variable_types import Array
-
-#: Number of threads that make the pages of a large array in host memory, and the minimal bytes of a large array.
-_MAX_PAGE_THREADS, _MIN_PAGE_NBYTES = 4, 1 << 22
 
 
 class _GroupCommunicatorCache(dict[frozenset[int], NcclGroupCommunicator]):
     """A rank's communicators of groups, by the groups' members."""
 
 
+class _CpuTransfers(HostTransfers):
+    """Copies in a process without a GPU, whose compiled functions also take indexes as NumPy arrays."""
+
+    def stage_indexes(self, values: np.ndarray, buffers: Buffers) -> Array:
+        """Return the vector itself."""
+        return values
+
+
 class CudaDevice(Device):
     """Arrays of one library on the only GPU that is visible to this process.
 
-    A process without a GPU uses the methods of `Device` in place of staging and NCCL.
+    A process without a GPU has `_CpuTransfers` in place of `Staging`, and no NCCL.
 
     Attributes
     ----------
@@ -45,15 +49,19 @@ class CudaDevice(Device):
         Command that installs these packages.
     graph_library_name : str
         Graph library whose functions use this device on GPUs.
+    may_return_inputs : bool
+        Whether a function that may overwrite an input may also return it, as a shared variable's new value.
     """
 
     needs_gpu = True
+    may_return_inputs = False
     requirements: dict[tuple[str, ...], str]
     install_hint: str
     graph_library_name: str
 
     def __init__(self) -> None:
         self._gpu: str | None = None
+        self._cpu_transfers = _CpuTransfers(self)
 
     # -- ranks -----------------------------------------------------------------------------------------------
 
@@ -127,56 +135,16 @@ class CudaDevice(Device):
         itemsize = array.dtype.itemsize
         return ItemRange(array, self.get_address(array) + start * itemsize, math.prod(shape) * itemsize)
 
-    # -- inputs ----------------------------------------------------------------------------------------------
+    # -- copies ----------------------------------------------------------------------------------------------
 
     @cached_property
     def staging(self) -> Staging:
-        """Copies between shared memory and this process's GPU."""
+        """Copies between host memory and this process's GPU."""
         return Staging(self.gpu_context)
 
-    def read_segment(self, rank: Rank, location: ArrayLocation, rows: Selection | None) -> Array:
-        if self.is_on_gpu:
-            return self.staging.read_segment(rank, location, rows)
-        return super().read_segment(rank, location, rows)
-
-    def empty_in_host_memory(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Return a new NumPy array of undefined content whose pages exist, for a large result.
-
-        The system makes new pages at their first use.  For a single thread this takes several times as long as the
-        copy from the GPU.
-        """
-        array = np.empty(shape, dtype)
-        n_threads = min(_MAX_PAGE_THREADS, count_available_cores() // 2)
-        if self.is_on_gpu and array.nbytes > _MIN_PAGE_NBYTES and n_threads > 1:
-            pages = array.reshape(-1).view(np.uint8)[:: mmap.PAGESIZE]
-            with ThreadPoolExecutor(n_threads) as threads:
-                list(threads.map(lambda part: part.fill(0), np.array_split(pages, n_threads)))
-        return array
-
-    def as_bytes(self, value: Array) -> Any:
-        """Wait until an array is computed, and return its bytes."""
-        if not self.is_on_gpu:
-            return super().as_bytes(value)
-        self.wait([value])
-        return GpuBytes(self.staging, self.as_contiguous(value))
-
-    def write_segment(self, rank: Rank, segment_key: int, offset: int, value: Array) -> None:
-        if self.is_on_gpu:
-            self.staging.write_segment(rank, segment_key, offset, self.as_contiguous(value))
-        else:
-            super().write_segment(rank, segment_key, offset, value)
-
-    def stage_input(
-        self, rank: Rank, location: ArrayLocation, rows: Selection | None, buffers: Buffers, must_copy: bool
-    ) -> Any:
-        """Start a copy of rows of shared memory to a reused buffer, and return the buffer's array."""
-        if not self.is_on_gpu:
-            return super().stage_input(rank, location, rows, buffers, must_copy)
-        return self.staging.stage_input(rank, location, rows, buffers)
-
-    def stage_indexes(self, values: np.ndarray, buffers: Buffers) -> Array:
-        """Enqueue a copy of a vector of indexes to a reused buffer, and return the buffer's array."""
-        return self.staging.stage_indexes(values, buffers) if self.is_on_gpu else values
+    @property
+    def transfers(self) -> HostTransfers:
+        return self.staging if self.is_on_gpu else self._cpu_transfers
 
     def order_launch_after_copies(self) -> None:
         """Make the next launch wait for the copies of its inputs."""

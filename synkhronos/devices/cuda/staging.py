@@ -20,7 +20,9 @@ single buffer.  The host does not wait for this copy, as its source is page-lock
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -28,8 +30,9 @@ import numpy as np
 
 from synkhronos.devices.cuda.gpu_context import GpuContext, unwrap_cuda_result
 from synkhronos.devices.cuda.pinned_memory import PinnedMemory, PinnedRing, PinnedSegments
+from synkhronos.devices.host_transfers import HostTransfers
 from synkhronos.devices.selection import Buffers, Selection
-from synkhronos.ranks import ArrayLocation, Rank
+from synkhronos.ranks import ArrayLocation, Rank, count_available_cores
 from synkhronos.variable_types import Array
 
 T = TypeVar("T")
@@ -45,6 +48,9 @@ _THREADS_PER_BLOCK = 512
 _LOADS_PER_THREAD = 4
 #: Maximal number of bytes of arrays that are fetched through page-locked memory.
 MAX_FETCH_NBYTES = 1 << 20
+
+#: Number of threads that make the pages of a large array in host memory, and the minimal bytes of a large array.
+_MAX_PAGE_THREADS, _MIN_PAGE_NBYTES = 4, 1 << 22
 
 _GATHER = r"""
 typedef unsigned long long Index;
@@ -119,13 +125,14 @@ class _DoubleBuffer:
         return buffer
 
 
-class Staging:
+class Staging(HostTransfers):
     """Copies rows of shared memory to the GPU, and small arrays back, on the copy stream of a `GpuContext`."""
 
     def __init__(self, gpu: GpuContext):
         from cuda.core import launch
 
-        self._gpu, self._driver, self._array_device = gpu, gpu.driver, gpu.array_device
+        super().__init__(gpu.array_device)
+        self._gpu, self._driver = gpu, gpu.driver
         self._launch = launch
         self._kernels: dict[int, Any] = {}
         self._launch_configs: dict[int, Any] = {}
@@ -143,8 +150,15 @@ class Staging:
 
     # -- to the GPU ------------------------------------------------------------------------------------------
 
-    def stage_input(self, rank: Rank, location: ArrayLocation, rows: Selection | None, buffers: Buffers) -> Any:
-        """Start a copy of rows (None: all) to a reused buffer.  Return the buffer's array."""
+    def stage_input(
+        self, rank: Rank, location: ArrayLocation, rows: Selection | None, buffers: Buffers, must_copy: bool
+    ) -> Any:
+        """Start a copy of rows (None: all) to a reused buffer, and return the buffer's array.
+
+        With ``must_copy``, the result is a new array if the device's library may return an input as an output.
+        """
+        if must_copy and self._device.may_return_inputs:
+            return self.read_segment(rank, location, rows)
         self._rank = rank
         shape = location.shape if rows is None else (len(rows), *location.shape[1:])
         buffer = self._get_or_allocate(buffers, shape, location.dtype, self._allocate_double_buffer).acquire()
@@ -157,7 +171,7 @@ class Staging:
         self._gpu.set_current_gpu()
         buffer = self._get_or_allocate(buffers, values.shape, values.dtype.str, self._allocate_buffer)
         if values.size:
-            stream = self._array_device.stream
+            stream = self._device.stream
             source = self._index_ring.store(values)
             unwrap_cuda_result(
                 self._driver.cuMemcpyAsync(
@@ -172,26 +186,46 @@ class Staging:
         """Copy rows (None: all) into a new array, and wait for the copy."""
         shape = location.shape if rows is None else (len(rows), *location.shape[1:])
         array = self._allocate(shape, location.dtype)
-        self._copy_rows(rank, location, rows, self._array_device.get_address(array))
+        self._copy_rows(rank, location, rows, self._device.get_address(array))
         self._wait_for_copies()
         return array
 
     # -- to host memory --------------------------------------------------------------------------------------
 
-    def write_segment(self, rank: Rank, segment_key: int, offset: int, array: Array) -> None:
+    def write_segment(self, rank: Rank, segment_key: int, offset: int, value: Array) -> None:
         """Copy an array into a segment of shared memory, at a byte offset, and wait for the copy."""
-        self._array_device.wait([array])
+        array = self._device.as_contiguous(value)
+        self._device.wait([array])
         self._gpu.set_current_gpu()
         target = self.pinned_segments.pin(rank, segment_key) + offset
-        source, nbytes = self._array_device.get_address(array), array.size * array.dtype.itemsize
+        source, nbytes = self._device.get_address(array), array.size * array.dtype.itemsize
         unwrap_cuda_result(self._driver.cuMemcpyAsync(target, source, nbytes, self._gpu.copy_stream_handle))
         self._gpu.copy_stream.sync()
+
+    def empty_in_host_memory(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """Return a new NumPy array of undefined content whose pages exist, for a large result.
+
+        The system makes new pages at their first use.  For a single thread this takes several times as long as the
+        copy from the GPU.
+        """
+        array = np.empty(shape, dtype)
+        n_threads = min(_MAX_PAGE_THREADS, count_available_cores() // 2)
+        if array.nbytes > _MIN_PAGE_NBYTES and n_threads > 1:
+            pages = array.reshape(-1).view(np.uint8)[:: mmap.PAGESIZE]
+            with ThreadPoolExecutor(n_threads) as threads:
+                list(threads.map(lambda part: part.fill(0), np.array_split(pages, n_threads)))
+        return array
+
+    def as_bytes(self, value: Array) -> GpuBytes:
+        """Wait until an array is computed, and return its bytes."""
+        self._device.wait([value])
+        return GpuBytes(self, self._device.as_contiguous(value))
 
     def copy_to_host(self, array: Array, start: int, target: np.ndarray) -> None:
         """Copy bytes of a computed array, from offset ``start``, into host memory, and wait for the copy."""
         if target.size:
             self._gpu.set_current_gpu()
-            source = self._array_device.get_address(array) + start
+            source = self._device.get_address(array) + start
             unwrap_cuda_result(
                 self._driver.cuMemcpyAsync(target.ctypes.data, source, target.nbytes, self._gpu.copy_stream_handle)
             )
@@ -206,16 +240,16 @@ class Staging:
             return None
         self._gpu.set_current_gpu()
         if self._fetch_memory.used_nbytes:  # an interrupt has ended the last call before its copies were complete
-            unwrap_cuda_result(self._driver.cuStreamSynchronize(self._array_device.stream))
+            unwrap_cuda_result(self._driver.cuStreamSynchronize(self._device.stream))
             self._fetch_memory.used_nbytes = 0
         targets = [self._fetch_memory.allocate(array.nbytes) for array in arrays]
         for array, target in zip(arrays, targets, strict=True):
             if array.nbytes:
-                source = self._array_device.get_address(array)
+                source = self._device.get_address(array)
                 unwrap_cuda_result(
-                    self._driver.cuMemcpyAsync(target.ctypes.data, source, array.nbytes, self._array_device.stream)
+                    self._driver.cuMemcpyAsync(target.ctypes.data, source, array.nbytes, self._device.stream)
                 )
-        unwrap_cuda_result(self._driver.cuStreamSynchronize(self._array_device.stream))
+        unwrap_cuda_result(self._driver.cuStreamSynchronize(self._device.stream))
         self._fetch_memory.used_nbytes = 0
         return [
             target.view(array.dtype).reshape(array.shape).copy() for array, target in zip(arrays, targets, strict=True)
@@ -226,10 +260,10 @@ class Staging:
     def order_launch_after_copies(self) -> None:
         """Make the next launch wait for all pending copies, on the GPU if the compute stream is known, or else here."""
         if self._has_pending_copies:
-            if self._array_device.stream is None:
+            if self._device.stream is None:
                 self._wait_for_copies()
             else:
-                self._gpu.order_after(self._array_device.stream, self._gpu.copy_stream_handle)
+                self._gpu.order_after(self._device.stream, self._gpu.copy_stream_handle)
 
     def record_launch(self) -> None:
         """Record that the last launch reads the buffers filled since the previous one, and wait for copies if needed.
@@ -279,14 +313,14 @@ class Staging:
 
     def _allocate_buffer(self, shape: tuple[int, ...], dtype: str) -> _InputBuffer:
         array = self._allocate(shape, dtype)
-        return _InputBuffer(array, self._array_device.get_address(array))
+        return _InputBuffer(array, self._device.get_address(array))
 
     def _allocate(self, shape: tuple[int, ...], dtype: str) -> Array:
         """Allocate an array.  Copies into it wait for earlier launches, which may still read memory that it reuses."""
         self._gpu.set_current_gpu()
-        array = self._array_device.empty(shape, np.dtype(dtype))
-        if self._array_device.stream is not None:
-            self._gpu.order_after(self._gpu.copy_stream_handle, self._array_device.stream)
+        array = self._device.empty(shape, np.dtype(dtype))
+        if self._device.stream is not None:
+            self._gpu.order_after(self._gpu.copy_stream_handle, self._device.stream)
         return array
 
     # -- rows ------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import weakref
 import numpy as np
 
 from synkhronos.devices import Communicator, Device
+from synkhronos.devices.host_transfers import HostTransfers
 from synkhronos.devices.reduce_op import REDUCE_OPS
 
 #: The device's memory, by address: nothing but this module reads it.
@@ -83,13 +84,13 @@ class Island(Device):
     def from_numpy(self, array):
         return IslandArray(np.array(array, order="C"))
 
-    def write_segment(self, rank, key, offset, value):
-        counts["stores"] += 1
-        super().write_segment(rank, key, offset, value)
-
     def concatenate(self, arrays):
         counts["launches"] += 1
         return IslandArray(np.concatenate([array.items() for array in arrays]))
+
+    @property
+    def transfers(self):
+        return Ferry(self)
 
     # -- collectives: without these, arrays would be combined through the host ------------------------------
 
@@ -110,6 +111,14 @@ class Island(Device):
 
     def slice_items(self, array, start, shape):
         return array.items().reshape(-1)[start : start + int(np.prod(shape))]
+
+
+class Ferry(HostTransfers):
+    """Copies between the island and host memory."""
+
+    def write_segment(self, rank, segment_key, offset, value):
+        counts["stores"] += 1
+        super().write_segment(rank, segment_key, offset, value)
 
 
 class Bridge(Communicator):
