@@ -94,7 +94,7 @@ class LocalRows:
         return device.transfers.read_segment(self._rank, self._location, self._get_selection())
 
     def stage_input(self, device: Device, buffers: Buffers, must_copy: bool) -> Any:
-        """Return the rows as an input of the next launch, as `HostTransfers.stage_input` does."""
+        """Return the rows as an input of the next launch, as ``HostTransfers.stage_input`` does."""
         return device.transfers.stage_input(self._rank, self._location, self._get_selection(), buffers, must_copy)
 
     def _get_selection(self) -> Selection | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,34 @@ class TrainerPosition:
     def n_rows_seen(self) -> int:
         """Number of rows trained on."""
         return self.n_rows_of_earlier_epochs + self.epoch_position
+
+    def to_meta(self) -> dict[str, Any]:
+        """Return the entries of a checkpoint's ``meta``."""
+        return {
+            "seen": self.n_rows_seen,
+            "epoch": self.epoch,
+            "row": self.epoch_position,
+            "start": self.interval_start,
+            "outcomes": [total.to_json() for total in self.totals],
+            "metrics": self.metrics,
+            "stop": self.best_cost.to_dict(),
+            "steps_taken": self.steps,
+        }
+
+    @classmethod
+    def from_meta(cls, meta: Mapping[str, Any], order_key: OrderKey) -> TrainerPosition:
+        """Restore a position from the entries of `to_meta`."""
+        return cls(
+            epoch=meta["epoch"],
+            epoch_position=meta["row"],
+            interval_start=meta["start"],
+            totals=[RankTotals.from_json(entry) for entry in meta["outcomes"]],
+            metrics=meta["metrics"],
+            best_cost=BestCost.from_dict(meta["stop"]),
+            steps=meta["steps_taken"],
+            n_rows_of_earlier_epochs=meta["seen"] - meta["row"],
+            order_key=order_key,
+        )
 
 
 class TrainerState:
@@ -121,19 +150,12 @@ class TrainerState:
         meta = {
             **self._describe(),
             **layout,
-            "seen": position.n_rows_seen,
-            "epoch": position.epoch,
-            "row": position.epoch_position,
-            "start": position.interval_start,
-            "outcomes": [total.to_json() for total in position.totals],
-            "metrics": position.metrics,
-            "stop": position.best_cost.to_dict(),
+            **position.to_meta(),
             "seed": data.seed,
             "count": data.n_data_rows,
             "parts": data.partition_key,
             "batch_size": data.batch_size,
             "schedule": schedules.get_state(schedule),
-            "steps_taken": position.steps,
         }
         return checkpoints.save(position.n_rows_seen, arrays, meta, {} if position.totals else position.metrics)
 
@@ -141,29 +163,19 @@ class TrainerState:
         """Restore all ranks and the position from a checkpoint.  Return the number of rows trained on so far."""
         meta = read_meta(path)
         check_can_resume(path, meta, self._describe())
-        is_grown = not meta["row"] and meta["count"] < data.n_data_rows  # rows were appended after an epoch
+        position = TrainerPosition.from_meta(meta, data.order_key)
+        is_grown = not position.epoch_position and meta["count"] < data.n_data_rows  # rows were appended after an epoch
         if meta["count"] != data.n_data_rows and not is_grown or meta["seed"] != data.seed:
             raise CheckpointError(
                 f"{path} is of {meta['count']} rows and seed {meta['seed']}, got {data.n_data_rows} and "
                 f"{data.seed}: the order of rows would be another"
             )
-        if meta["row"] and meta["parts"] != data.partition_key:
+        if position.epoch_position and meta["parts"] != data.partition_key:
             raise CheckpointError(
                 f"{path} was written within an epoch over data_parts, of {_describe_partition(meta['parts'])}, got "
                 f"{_describe_partition(data.partition_key)}: the order of rows would be another; use a "
                 "checkpoint from the end of an epoch"
             )
-        position = TrainerPosition(
-            epoch=meta["epoch"],
-            epoch_position=meta["row"],
-            interval_start=meta["start"],
-            totals=[RankTotals.from_json(entry) for entry in meta["outcomes"]],
-            metrics=meta["metrics"],
-            best_cost=BestCost.from_dict(meta["stop"]),
-            steps=meta["steps_taken"],
-            n_rows_of_earlier_epochs=meta["seen"] - meta["row"],
-            order_key=data.order_key,
-        )
         if self.spec.shared_arrays:
             self.allocate_shared_arrays()  # sets the arrays to zeros on every host
         run(rank_state.restore_state, self.spec, str(path), ranks.get_session().rank.number)
@@ -173,7 +185,7 @@ class TrainerState:
             run(rank_state.set_params_to_consensus, self.spec.name, self.spec.exchange_rule)
         schedules.set_state(schedule, meta["schedule"])
         self.position = position
-        return int(meta["seen"])
+        return position.n_rows_seen
 
 
 def _describe_partition(partition_key: list[int] | None) -> str:
