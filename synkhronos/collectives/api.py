@@ -6,17 +6,15 @@ command on all ranks, or two if there are random generators among the variables.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any
 
 from synkhronos import ranks
 from synkhronos.checks import check_flag, check_index, check_integer, describe
 from synkhronos.collectives.all_reduce_command import AllReduce
 from synkhronos.collectives.arguments import (
     check_generator_state,
-    check_op,
     check_shape,
     copy_rank_selections_to_shared,
     copy_selection_to_shared,
@@ -26,6 +24,7 @@ from synkhronos.collectives.arguments import (
     select_all_rows,
     to_data,
 )
+from synkhronos.collectives.command_cache import get_cached_command, prepare_command, prepare_new_command
 from synkhronos.collectives.commands import (
     AllGather,
     Broadcast,
@@ -44,13 +43,8 @@ from synkhronos.data_objects.rows import BatchArgument, select_rows, split_selec
 from synkhronos.graph_libraries import get_library
 from synkhronos.ranks import Command, Session
 from synkhronos.replication.random_streams import record_new_seeds
-from synkhronos.replication.replicator import CollectiveCache, distribute_variables
+from synkhronos.replication.replicator import distribute_variables
 from synkhronos.variable_types import SharedVariable, SharedVariables
-
-C = TypeVar("C", bound=Command)
-
-#: Commands whose field after the keys is an op.
-_REDUCTIONS = (AllReduce, Reduce, ReduceScatter)
 
 
 def broadcast(shared_vars: SharedVariables, values: Any = None, nccl: bool = True) -> None:
@@ -86,7 +80,7 @@ def broadcast(shared_vars: SharedVariables, values: Any = None, nccl: bool = Tru
     with session.call_lock:
         session.wait_until_idle()
         nccl = check_flag(nccl, "nccl")
-        if values is None and (command := _get_cached_command(session, shared_vars, Broadcast, (nccl,))) is not None:
+        if values is None and (command := get_cached_command(session, shared_vars, Broadcast, (nccl,))) is not None:
             session.run(command)
             return
         variables, is_single = parse_variables(session, shared_vars, allow_generators=True)
@@ -114,7 +108,7 @@ def broadcast(shared_vars: SharedVariables, values: Any = None, nccl: bool = Tru
         if not arrays:
             return
         if shared_values is None:
-            session.run(_prepare_new_command(session, arrays, is_single, Broadcast, (nccl,)))
+            session.run(prepare_new_command(session, arrays, is_single, Broadcast, (nccl,)))
             return
         rows = [select_all_rows(value) for value in shared_values]
         _run_scatter(session, arrays, shared_values, [rows] * session.size, makes_ranks_differ=False)
@@ -474,7 +468,7 @@ def _get_values(
 
     A command reads arrays.  For generators, ``select`` picks from the states of all ranks.
     """
-    command = _get_cached_command(session, shared_vars, command_class, arguments)
+    command = get_cached_command(session, shared_vars, command_class, arguments)
     if command is not None:
         return session.run(command)[0]
     variables, is_single = parse_variables(session, shared_vars, allow_generators=True)
@@ -482,7 +476,7 @@ def _get_values(
     generators = [v for v in variables if has_generator_object(v)]
     values: list[Any] = []
     if arrays:
-        values = session.run(_prepare_new_command(session, arrays, is_single, command_class, arguments))
+        values = session.run(prepare_new_command(session, arrays, is_single, command_class, arguments))
     if generators:
         by_rank = session.run(GetGenerators(distribute_variables(session, generators)))
         values += map(select, zip(*by_rank, strict=True))
@@ -549,55 +543,6 @@ def get_lengths(shared_vars: SharedVariables) -> list[Any]:
         if () in by_rank:
             raise ValueError(f"shared_vars: {describe(variable)} has no length")
     return _unpack_single(shared_vars, [[shape[0] for shape in by_rank] for by_rank in shapes])
-
-
-# -- commands ----------------------------------------------------------------------------------------------------
-
-
-def prepare_command(
-    session: Session, shared_vars: SharedVariables, command_class: type[C], arguments: tuple[Any, ...]
-) -> C:
-    """Return the command of a collective on arrays, after sending the variables that the workers lack.
-
-    ``arguments`` are the command's fields after the variables' keys.  The variables, and the op of a reduction, are
-    checked.  A command on a single variable is cached, since a training loop runs it in each step.
-    """
-    command = _get_cached_command(session, shared_vars, command_class, arguments)
-    if command is None:
-        variables, is_single = parse_variables(session, shared_vars)
-        if command_class in _REDUCTIONS:
-            check_op(arguments[0], variables)
-        command = _prepare_new_command(session, variables, is_single, command_class, arguments)
-    return command
-
-
-def _get_cached_command(
-    session: Session, shared_vars: SharedVariables, command_class: type[C], arguments: tuple[Any, ...]
-) -> C | None:
-    """Return the cached command of a collective on a single variable, or None if there is none."""
-    try:
-        cached: C | None = session.registry.get_or_create(CollectiveCache).get(
-            (weakref.ref(shared_vars), command_class, arguments)
-        )
-    except TypeError:  # a list of variables, or invalid arguments
-        return None
-    return cached
-
-
-def _prepare_new_command(
-    session: Session,
-    variables: list[SharedVariable],
-    is_single: bool,
-    command_class: Callable[..., C],
-    arguments: tuple[Any, ...],
-) -> C:
-    """Return a new command after sending its variables; it is cached if a single variable was given."""
-    keys = distribute_variables(session, variables, makes_ranks_differ=command_class is ReduceScatter)
-    command = command_class(keys, *arguments)
-    if is_single:
-        cache = session.registry.get_or_create(CollectiveCache)
-        cache[weakref.ref(variables[0]), command_class, arguments] = command
-    return command
 
 
 def _unpack_single(shared_vars: SharedVariables, results: list[Any]) -> Any:

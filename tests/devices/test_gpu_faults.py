@@ -25,7 +25,7 @@ from system import time_limit
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.collectives.all_reduce_command import AllReduce
-from synkhronos.collectives.api import prepare_command
+from synkhronos.collectives.command_cache import prepare_command
 from synkhronos.devices.cuda.nccl import NcclCommunicator
 from synkhronos.ranks import Command, PendingOperation
 

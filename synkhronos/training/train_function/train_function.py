@@ -25,7 +25,7 @@ from synkhronos import ranks
 from synkhronos.casts import check_cast
 from synkhronos.checks import check_list
 from synkhronos.collectives.all_reduce_command import AllReduce
-from synkhronos.collectives.api import prepare_command
+from synkhronos.collectives.command_cache import prepare_command
 from synkhronos.collectives.commands import GetLayouts
 from synkhronos.data_objects.rows import BatchArgument
 from synkhronos.devices import NUMPY
