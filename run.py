@@ -235,16 +235,33 @@ class Environment:
         print_message(
             f"making {self.directory.relative_to(ROOT)} with {get_python_name(read_version(self.interpreter))}"
         )
-        # In two steps, as venv keeps to itself why pip could not be put there.
         run_installer([self.interpreter, "-m", "venv", "--without-pip", "--clear", self.directory])
-        run_installer([self.python, "-m", "ensurepip", "--default-pip"])
 
     def _install_package(self, extras: Sequence[str]) -> None:
+        pip = prepare_pip()
         print_message(f"installing synkhronos[{','.join(extras)}]; the first time takes a few minutes")
-        pip = [self.python, "-m", "pip", "--disable-pip-version-check"]
         package = f"{ROOT}[{','.join(extras)}]"
         # Modules are compiled when they are first imported: pip would take half of its time to compile all of them.
-        run_installer([*pip, "install", "--quiet", "--no-compile", "--editable", package])
+        run_installer([*pip, "--python", self.python, "install", "--quiet", "--no-compile", "--editable", package])
+
+
+def prepare_pip() -> list[object]:
+    """Return the command of the pip that fills all environments, and install it if need be."""
+    directory = ENVIRONMENTS / "pip"
+    pip = [directory / "bin" / "python", "-m", "pip", "--disable-pip-version-check"]
+    try:
+        is_installed = subprocess.run([*pip, "--version"], capture_output=True).returncode == 0
+    except OSError:
+        is_installed = False
+    if not is_installed:
+        # In two steps, as venv keeps to itself why pip could not be put there.
+        run_installer([sys.executable, "-m", "venv", "--without-pip", "--clear", directory])
+        run_installer([pip[0], "-m", "ensurepip", "--default-pip"])
+        # Python's own pip takes twice as long to choose versions; it does so where the index has no other.
+        subprocess.run(
+            [*pip, "install", "--quiet", "--no-compile", "--retries=0", "--upgrade", "pip"], capture_output=True
+        )
+    return pip
 
 
 @functools.cache
