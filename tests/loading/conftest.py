@@ -1,9 +1,43 @@
-"""Fixture of loaders that are closed after each test."""
+"""Fixtures of loaders that are closed after each test, and of loader processes that import nothing."""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import signal
+import sys
 
 import pytest
 from system import is_alive
 
-from synkhronos.loading import Loader
+from synkhronos.loading import Loader, loader_process
+from synkhronos.ranks.child_process import JOB_SIGNALS
+
+
+def fork_process(module, function, arguments, fds, from_main_thread, environment):
+    """Fork a process, in place of `child_process.spawn`: imports take nearly all time of a new loader process."""
+    if pid := os.fork():
+        return pid
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *JOB_SIGNALS})
+        gc.freeze()  # a file of the parent, closed below and again when it is collected, would close another file
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            if fd > 2 and fd not in fds:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.argv[1:] = ["[]", json.dumps(arguments)]
+        getattr(importlib.import_module(module), function)()
+    finally:
+        os._exit(1)
+
+
+@pytest.fixture
+def forked_loaders(monkeypatch):
+    """Fork loader processes in tests of order and of ranks; the others start new processes, as users do."""
+    monkeypatch.setattr(loader_process, "spawn", fork_process)
 
 
 @pytest.fixture

@@ -55,6 +55,7 @@ def check_and_read_labels(batches):
 # -- order ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("forked_loaders")
 @limit_examples(8)
 @given(
     count=st.integers(1, 30),
@@ -83,6 +84,7 @@ def test_loader_order_follows_seed_and_epoch(count, batch, processes, size, dept
         loader.close()
 
 
+@pytest.mark.usefixtures("forked_loaders")
 @pytest.mark.parametrize("held", [10, 11, 12])
 def test_loader_process_that_is_late_overwrites_no_row_of_a_new_plan(held, tmp_path):
     """The last unit of an epoch is shorter than the unit of the next plan in its slot."""
@@ -115,6 +117,7 @@ def test_interrupted_start_of_an_epoch_does_not_mix_epochs(monkeypatch):
         loader.close()
 
 
+@pytest.mark.usefixtures("forked_loaders")
 @limit_examples(6)
 @given(
     processes=st.integers(1, 3),
@@ -235,6 +238,7 @@ def test_loader_resumes_at_a_batch(load):
     assert len(loader._pool.pids) == 2
 
 
+@pytest.mark.usefixtures("forked_loaders")
 def test_loader_discards_rows_of_an_old_plan(load):
     loader = load(SlowPictures(40, 0.002), processes=3, depth=3)
     for epoch in range(12):
@@ -365,6 +369,7 @@ def test_loader_skips_unreadable_rows(load, processes, capfd):
     assert "/pictures/7.jpg is skipped, as it can't be read: ValueError: array 0: expected shape (2, 6, 6)" in errors
 
 
+@pytest.mark.usefixtures("forked_loaders")
 @pytest.mark.parametrize("processes", [1, 3])
 def test_loader_names_an_unreadable_row(load, processes, tmp_path):
     position = make_order(20, 0, 0).tolist().index(4)
@@ -583,6 +588,7 @@ def test_damaged_image_is_named(tmp_path, load):
             pass
 
 
+@pytest.mark.usefixtures("forked_loaders")
 @pytest.mark.parametrize("count", [1, 6, 7, 12])
 def test_loader_of_an_iterable_keeps_its_order(load, count):
     loader = load(PictureIterable(count), processes=3)

@@ -27,6 +27,8 @@ from synkhronos.training import CheckpointFolder, Recorder, make_trainer
 from synkhronos.training.monitoring.recorder import read_records
 from synkhronos.training.updates import sgd
 
+pytestmark = [pytest.mark.usefixtures("forked_loaders")]
+
 # -- for ranks -----------------------------------------------------------------------------------------------
 
 
