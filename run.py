@@ -245,10 +245,10 @@ class Environment:
         run_installer([*pip, "--python", self.python, "install", "--quiet", "--no-compile", "--editable", package])
 
 
-def prepare_pip() -> list[object]:
+def prepare_pip() -> list[str]:
     """Return the command of the pip that fills all environments, and install it if need be."""
     directory = ENVIRONMENTS / "pip"
-    pip = [directory / "bin" / "python", "-m", "pip", "--disable-pip-version-check"]
+    pip = [str(directory / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
     try:
         is_installed = subprocess.run([*pip, "--version"], capture_output=True).returncode == 0
     except OSError:
@@ -617,7 +617,9 @@ def list_jobs(
         jobs += (list_second_library_jobs if is_second else list_library_jobs)(environment, options.all)
     if PYTENSOR in environments:
         jobs.append(Job(PYTENSOR, "jax", JAX_TESTS_OF_ALL if options.all else JAX_TESTS, "jax"))
-    return sorted(jobs, key=lambda job: LONGEST_JOBS.index(job.name) if job.name in LONGEST_JOBS else len(LONGEST_JOBS))
+    positions = {name: i for i, name in enumerate(LONGEST_JOBS)}
+    # The newer Python's job takes a minute, longer than the others without a position.
+    return sorted(jobs, key=lambda job: (positions.get(job.name, len(positions)), job.arguments is not NEWER))
 
 
 def list_library_jobs(environment: Environment, with_all: bool) -> list[Job]:
