@@ -9,6 +9,7 @@ import signal
 import sys
 
 import pytest
+from library import DEVICE
 from system import is_alive
 
 from synkhronos.loading import Loader, loader_process
@@ -36,8 +37,9 @@ def fork_process(module, function, arguments, fds, from_main_thread, environment
 
 @pytest.fixture
 def forked_loaders(monkeypatch):
-    """Fork loader processes in tests of order and of ranks; the others start new processes, as users do."""
-    monkeypatch.setattr(loader_process, "spawn", fork_process)
+    """Fork loader processes on the host; tests without this fixture start new processes, as users do."""
+    if DEVICE == "host":  # else XLA may have threads
+        monkeypatch.setattr(loader_process, "spawn", fork_process)
 
 
 @pytest.fixture
