@@ -299,37 +299,37 @@ class Data:
     def _reshape(self, shape: tuple[int, ...], oversize: float = 1, keep_rows: bool = False) -> np.ndarray:
         """Change the shape and return the array.  Its content is arbitrary without ``keep_rows``."""
         self._check_open()
-        old = self._array
-        if self._segment is not None and shape == old.shape:
+        old, segment = self._array, self._segment
+        if segment is not None and shape == old.shape:
             return old
         size = math.prod(shape)
-        if size > self.alloc_size or self._segment is None:
-            self._replace_segment(
-                self._session.memory.create_segment(math.ceil(size * oversize) * self._dtype.itemsize)
-            )
-        assert self._segment is not None
-        self._array = self._segment.view_array(shape, self._dtype)
-        if not keep_rows or not self._ndim:
-            return self._array
-        n_kept = min(len(old), len(self._array)) if old.shape[1:] == shape[1:] else 0
-        if n_kept and old.ctypes.data != self._array.ctypes.data:
-            self._array[:n_kept] = old[:n_kept]
-        self._array[n_kept:] = 0
-        return self._array
+        if size > self.alloc_size or segment is None:
+            segment = self._session.memory.create_segment(math.ceil(size * oversize) * self._dtype.itemsize)
+        array = segment.view_array(shape, self._dtype)
+        if keep_rows and self._ndim:
+            n_kept = min(len(old), len(array)) if old.shape[1:] == shape[1:] else 0
+            if n_kept and old.ctypes.data != array.ctypes.data:
+                array[:n_kept] = old[:n_kept]
+            array[n_kept:] = 0
+        self._set_memory(segment, array)
+        return array
 
-    def _replace_segment(self, segment: ranks.Segment) -> None:
-        """Replace the segment.  `_array` stays readable until the caller replaces it."""
-        self._release(keep_array=True)
-        self._segment = segment
-        self._session.memory.release_when_deleted(self, "segment", segment.key)
+    def _set_memory(self, segment: ranks.Segment, array: np.ndarray) -> None:
+        """Set the segment and the array in it, and release the old segment."""
+        old, memory = self._segment, self._session.memory
+        if segment is not old:
+            memory.release_when_deleted(self, "segment", segment.key)
+        self._segment, self._array = segment, array  # no interrupt can be raised in between
+        if old is not None and old is not segment:
+            memory.release("segment", old.key)
 
     def _release(self, keep_array: bool = False) -> None:
         """Release the memory; the array becomes empty unless ``keep_array``."""
-        if self._segment is not None:
-            self._session.memory.release("segment", self._segment.key)
-        self._segment = None
+        segment, self._segment = self._segment, None
         if not keep_array:
             self._array = np.zeros((0,) * self._ndim, self._dtype)
+        if segment is not None:
+            self._session.memory.release("segment", segment.key)
 
 
 class ReadOnlyData(Data):
@@ -340,9 +340,9 @@ class ReadOnlyData(Data):
 
     def _map_segment(self, segment: ranks.Segment, shape: tuple[int, ...], offset: int = 0) -> None:
         """Set the content to the array that begins at byte ``offset`` of a segment.  The call lock is held."""
-        self._replace_segment(segment)
-        self._array = segment.view_array(shape, self.dtype, offset)
-        self._array.flags.writeable = False
+        array = segment.view_array(shape, self.dtype, offset)
+        array.flags.writeable = False
+        self._set_memory(segment, array)
 
     def _get_segment_key(self) -> int:
         """Return the segment's key.  Raise ValueError if the memory was freed."""

@@ -59,8 +59,8 @@ def create_data_with_file(shape: tuple[int, ...], dtype: np.dtype, name: str) ->
         session.wait_until_idle()
         file = session.memory.create_file(nbytes)
         duplicate = io.FileIO(os.dup(file.fileno()), "r+")  # the other is closed once all ranks have mapped it
-        array._replace_segment(session.memory.add_file(file, nbytes))
-        array._reshape(shape)
+        segment = session.memory.add_file(file, nbytes)
+        array._set_memory(segment, segment.view_array(shape, dtype))
     return array, duplicate
 
 

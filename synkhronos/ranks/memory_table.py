@@ -148,12 +148,12 @@ class MemoryTable:
         """Release a segment or an object: in this process at once, on the other ranks with the next command."""
         if self._is_freed:
             return
+        self.unsent_releases.append((kind, key))  # first: after an interrupt, the command completes the release
         self._owners.pop((kind, key), None)
         if kind == "segment":
             self.segments.drop(key)
         else:
             self._rank.objects.pop(key, None)
-        self.unsent_releases.append((kind, key))
 
     def release_when_deleted(self, owner: object, kind: EntryKind, key: Any) -> None:
         """Release a segment or an object after its owner is deleted: at the next command or creation of memory.

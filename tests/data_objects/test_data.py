@@ -17,6 +17,8 @@ from messages import raises
 from system import list_children
 
 import synkhronos as synk
+from synkhronos.ranks.memory_table import MemoryTable
+from synkhronos.ranks.segments import SegmentTable
 
 INTEGERS = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 DTYPES = [*INTEGERS, "float16", "float32", "float64", "complex64", "complex128"]
@@ -620,3 +622,22 @@ def test_data_copy_has_its_own_memory(two_ranks, copied):
 def test_data_refuses_pickling(two_ranks):
     with raises(TypeError):
         pickle.dumps(synk.data([1.0]))
+
+
+@pytest.mark.parametrize(("cls", "name"), [(MemoryTable, "release_when_deleted"), (SegmentTable, "drop")])
+def test_interrupted_growth_leaves_the_array_that_ranks_read(monkeypatch, cls, name):
+    x = T.dvector("x")
+    f = synk.function([x], (x.sum(), "sum"))
+    d, method = synk.data(np.arange(3.0)), getattr(cls, name)
+
+    def call_and_interrupt(*arguments):
+        method(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cls, name, call_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        d.set_length(5000)
+    monkeypatch.undo()
+    assert f(d) == d.data.sum() == 3
+    d.set_value(np.full(3, 2.0))
+    assert f(d) == 6
