@@ -184,9 +184,13 @@ def test_data_parts_leaves_no_open_files(two_ranks_per_test):
     assert os.listdir("/proc/self/fd") == before
 
 
-@pytest.fixture(scope="module", params=[["a:4"], ["a:3", "b:1"], ["a:2", "b:2"]], ids="+".join)
+#: Pytest runs all tests on the first hosts, then all on the next.
+TWO_HOSTS = [["a:2", "b:2"], ["a:3", "b:1"]]
+
+
+@pytest.fixture(scope="module", params=[*TWO_HOSTS, ["a:4"]], ids="+".join)
 def hosts(request):
-    """Give two hosts with ranks that the tests of this module share."""
+    """Give hosts with ranks that the tests of this module share."""
     return request.param
 
 
@@ -203,15 +207,13 @@ def test_data_parts_work_in_spmd_programs(hosts):
 
 @pytest.mark.hosts
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("counts", ["2+2", "3+1"])  # the first has the hosts of the tests before
-def test_data_parts_work_in_trainers(counts):
+@pytest.mark.parametrize("hosts", TWO_HOSTS, indirect=True, ids="+".join)
+def test_data_parts_work_in_trainers(hosts):
     pytest.importorskip("safetensors")
+    counts = "+".join(host.partition(":")[2] for host in hosts)
     one_host = run(["a:4"], "train_on_parts", counts)
     assert one_host
-    assert (
-        run([f"{name}:{count}" for name, count in zip("ab", counts.split("+"), strict=True)], "train_on_parts", counts)
-        == one_host
-    )
+    assert run(hosts, "train_on_parts", counts) == one_host
 
 
 @pytest.mark.hosts

@@ -37,6 +37,7 @@ from synkhronos.ranks.pipes import FRAME_NBYTES, MAX_FAILURE_NBYTES, N_FRAMES, L
 pytestmark = pytest.mark.timeout(300)  # programs that compile on all ranks
 #: Hosts of programs.  Most use the last, one after another, as `run` reuses the ranks while the hosts are the same.
 HOST_LISTS = [["a:3", "b:1"], ["a:1", "b:1", "c:1", "d:1"], ["a:2", "b:2"]]
+THREE_HOSTS = ["a:1", "b:2", "c:1"]
 
 
 @pytest.mark.hosts
@@ -74,19 +75,26 @@ def test_functions_on_two_hosts_equal_numpy(named, kind, monkeypatch):
 
 
 @pytest.mark.hosts
-def test_locks_on_three_hosts_are_exclusive():
-    assert run(["a:1", "b:2", "c:1"], "use_locks") == "passed\n"
-
-
-@pytest.mark.hosts
 def test_interrupted_all_reduce_on_two_hosts_is_applied_on_all_ranks():
     assert run(["a:2", "b:1"], "interrupt_all_reduce") == "passed\n"
 
 
 @pytest.mark.hosts
 def test_programs_of_ranks_communicate_between_hosts():
-    for hosts, sums in ((["a:1", "b:2", "c:1"], "0: 2, 1: 4, 2: 2, 3: 4"), (["a:2", "b:1"], "0: 2, 1: 1, 2: 2")):
+    for hosts, sums in ((["a:2", "b:1"], "0: 2, 1: 1, 2: 2"), (THREE_HOSTS, "0: 2, 1: 4, 2: 2, 3: 4")):
         assert run(hosts, "run_rank_programs").splitlines() == [sums] * 4
+
+
+@pytest.mark.hosts
+def test_locks_on_three_hosts_are_exclusive():
+    assert run(THREE_HOSTS, "use_locks") == "passed\n"
+
+
+@pytest.mark.hosts
+@pytest.mark.skipif(not are_simulated(), reason="fake hosts have all files")
+def test_data_file_is_mapped_on_each_host(tmp_path):
+    # A file missing on one host ends the ranks, so no program follows.
+    assert run(THREE_HOSTS, "map_files", tmp_path / "x.npy", "/dev/shm/x.npy") == "error names the host\n"
 
 
 @pytest.mark.hosts
@@ -101,13 +109,6 @@ def test_simulated_hosts_end_with_a_killed_parent(tmp_path):
         assert list_marked_processes(str(tmp_path).encode()).keys() > {parent.pid}
         parent.kill()
     wait_until_empty(lambda: list_marked_processes(str(tmp_path).encode()), 60)
-
-
-@pytest.mark.hosts
-@pytest.mark.skipif(not are_simulated(), reason="fake hosts have all files")
-def test_data_file_is_mapped_on_each_host(tmp_path):
-    # A file missing on one host ends the ranks, so no program follows.
-    assert run(["a:2", "b:1"], "map_files", tmp_path / "x.npy", "/dev/shm/x.npy") == "error names the host\n"
 
 
 @pytest.mark.parametrize("size", ["PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])

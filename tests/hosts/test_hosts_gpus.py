@@ -63,7 +63,7 @@ def test_failure_or_death_in_a_gpu_collective_on_hosts_is_reported():
 @pytest.mark.hosts
 @needs_jax
 def test_fork_on_hosts_refuses_more_ranks_than_gpus():
-    assert run(["a", "b"], "request_too_many_gpus") == [
+    assert run(["a:1", "b:2"], "request_too_many_gpus") == [  # the hosts of the test before
         "hosts: b has 2 GPUs, and 3 ranks there need one each: pass use_gpu=False, or in a session file "
         "devices = 'cpu', to compute on CPU cores",
         "hosts: a has 2 GPUs, and 3 ranks there need one each: pass use_gpu=False, or in a session file "

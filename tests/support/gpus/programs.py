@@ -11,6 +11,7 @@ from unittest import mock
 
 import numpy as np
 from gpu_commands import AllReduceRows, FailInAllReduce, exchange_arrays, run_in_groups
+from hosts import slow_down_agents
 from library import compute_digest
 from system import LIMIT_SECONDS, measure_shared_memory
 
@@ -140,6 +141,7 @@ def report_interface_error():
 
 def request_too_many_gpus():
     """Request more ranks than there are GPUs, and print the error."""
+    synk.close()
     for hosts in (["a:1", "b:3"], ["a:3", "b:1"]):
         try:
             synk.fork(hosts=hosts, use_gpu=True)
@@ -179,6 +181,7 @@ def all_reduce_theano_arrays():
 
 def serve():
     """Run the programs named on standard input, each with its arguments; print a line at the end of each."""
+    slow_down_agents()
     for line in sys.stdin:
         name, *arguments = json.loads(line)
         globals()[name](*arguments)

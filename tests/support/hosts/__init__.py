@@ -57,6 +57,15 @@ def make_command(hosts: list[str], *command: object, gpus: bool = False) -> tupl
     return python, environment | {"HYDRA_LAUNCHER": "fork"}
 
 
+def slow_down_agents() -> None:
+    """Let agents that this process starts sleep for a millisecond: their polling takes twice as long as short programs."""
+    from synkhronos.hosts import mpirun
+
+    settings = "from synkhronos.hosts import agent; agent._BUSY_POLL_SECONDS, agent._MIN_SLEEP_SECONDS = 0, 1e-3\n"
+    assert "\nmain(address)" in mpirun._AGENT_PROGRAM
+    mpirun._AGENT_PROGRAM = mpirun._AGENT_PROGRAM.replace("\nmain(address)", f"\n{settings}main(address)")
+
+
 class HostProgram:
     """A process on the first of these hosts that runs programs one after another on the same ranks."""
 
