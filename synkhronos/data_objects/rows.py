@@ -119,7 +119,7 @@ def as_indexes_or_mask(batch: BatchArgument, name: str, expected: str = _VALID_B
         return np.empty(0, np.int64)
     if index.dtype.kind not in "biu":
         raise TypeError(f"{name}: expected {expected}, got dtype {index.dtype}")
-    if index.dtype == np.uint64 and int(index.max()) > np.iinfo(np.int64).max:
+    if index.dtype.kind == "u" and int(index.max()) > np.iinfo(np.int64).max:
         raise IndexError(f"{name}: index {index.max()} is out of range for any data")
     return index if index.dtype == bool else index.astype(np.int64, copy=False)
 

@@ -595,6 +595,16 @@ def test_crossentropy_refuses_wrong_classes():
                 compute_in_mode(mode, [p, classes], crossentropy(p, classes), np.ones((n_rows, 2), p.dtype), [0, 0, 0])
 
 
+@pytest.mark.parametrize("wrong_class", [-1, 3])
+def test_crossentropy_of_a_class_out_of_range_is_no_number(wrong_class):
+    x, classes = pt.dmatrix("x"), pt.lvector()
+    for p in (x, softmax(x)):
+        with pytest.raises(IndexError, match=f"classes: expected 0 to 2, got {wrong_class}"):
+            compute_in_mode("FAST_COMPILE", [x, classes], crossentropy(p, classes), np.full((2, 3), 0.5), [0, wrong_class])
+        loss = compute_in_mode("JAX", [x, classes], crossentropy(p, classes), np.full((2, 3), 0.5), [0, wrong_class])
+        np.testing.assert_array_equal(np.isnan(loss), [False, True])
+
+
 def test_crossentropy_accepts_all_integers():
     p = np.array([[0.25, 0.75]])
     for dtype in ("int8", "uint64"):

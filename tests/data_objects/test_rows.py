@@ -85,6 +85,7 @@ def test_select_refuses_a_mask_of_another_length(length, mask):
         # The check must not allocate an array of this length.
         (range(1 << 60), IndexError, "batch"),
         (np.array([1 << 63], np.uint64), IndexError, "batch"),
+        (np.array([1 << 63], ">u8"), IndexError, "batch"),
     ],
 )
 def test_select_refuses_other_batches(batch, error, message):

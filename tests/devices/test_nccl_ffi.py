@@ -104,18 +104,18 @@ def to_dtype_name(xla_name):
 
 def test_several_processes_compile_once(tmp_path):
     compiler, log = tmp_path / "compiler", tmp_path / "log"
-    compiler.write_text(f'#!/bin/sh\necho "$0" >> {log}\nsleep 0.3\nfor last; do :; done\necho library > "$last"\n')
+    compiler.write_text(f'#!/bin/sh\necho "$1" >> {log}\nsleep 0.3\nfor last; do :; done\necho library > "$last"\n')
     compiler.chmod(0o755)
     code = (
         "from synkhronos.devices.jax import nccl_handlers as n; print(n.get_or_compile_handlers().read_text().strip())"
     )
-    environment = {"CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environment = {"CXX": f"{compiler} -m64", "XDG_CACHE_HOME": str(tmp_path / "cache")}
     processes = [
         subprocess.Popen([sys.executable, "-c", code], env={**os.environ, **environment}, stdout=subprocess.PIPE)
         for _ in range(2)
     ]
     assert [process.communicate(timeout=LIMIT_SECONDS + 60)[0] for process in processes] == 2 * [b"library\n"]
-    assert log.read_text().count("\n") == 1
+    assert log.read_text() == "-m64\n"
     assert sorted(path.suffix for path in (tmp_path / "cache" / "synkhronos").iterdir()) == [".lock", ".so"]
 
 

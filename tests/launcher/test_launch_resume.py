@@ -62,7 +62,7 @@ def test_early_stop_keeps_the_best_epoch(tmp_path):
     best = {"keep_best": "['top5', 'max']", "patience": 2, "keep": 1, "checkpoint": 5, "epochs": 9, **options}
     for resume in ([], ["--resume"]):
         done = train(tmp_path / "run", "OverfittingMLP", *resume, **best)
-        assert ("top5 max: no better for 2 epochs; the run ends after 5" in done.stdout) != bool(resume)
+        assert ("top5 max: no better for 2 epochs; the run ends after epoch 5" in done.stdout) != bool(resume)
         assert [report["epoch"] for report in read_json_lines(tmp_path / "run", "reports")] == [1, 2, 3, 4, 5]
         checkpoint = CheckpointFolder(tmp_path / "run" / "checkpoints", keep_best=("top5", "max"))
         assert [checkpoint.load(path).meta["epochs"] for path in checkpoint.list_paths()] == [3, 5]

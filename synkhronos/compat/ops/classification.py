@@ -57,7 +57,8 @@ def _is_masked_quotient(numerator: Any, denominator: Any, p: Any) -> bool:
 class ClassCrossentropy(NumpyOp):
     """Minus the logarithm of the probability of each row's class.
 
-    Inputs: probabilities (rows, classes) of floats, and the classes (rows,) of integers.  The output is (rows,).
+    Inputs: probabilities (rows, classes) of floats, and the classes (rows,) of integers.  The output is (rows,).  A class
+    out of range, such as -1, is an IndexError; XLA, which can raise none, computes NaN.
 
     Parameters
     ----------
@@ -91,6 +92,9 @@ class ClassCrossentropy(NumpyOp):
     def compute(self, p: np.ndarray, classes: np.ndarray) -> np.ndarray:
         """Select the probability of each row's class, and compute its logarithm."""
         self.check_row_counts(p, classes)
+        is_wrong = (classes < 0) | (classes >= p.shape[1])
+        if is_wrong.any():
+            raise IndexError(f"classes: expected 0 to {p.shape[1] - 1}, got {classes[is_wrong][0]}")
         selected = p[np.arange(len(p)), classes]
         with np.errstate(divide="ignore"):
             return -selected if self.takes_log_probabilities else -np.log(selected)
@@ -130,5 +134,6 @@ def _lower_class_crossentropy(op: ClassCrossentropy, p: Any, classes: Any) -> An
     import jax.numpy as jnp
 
     op.check_row_counts(p, classes)
-    selected = jnp.take_along_axis(p, classes[:, None], axis=1)[:, 0]
+    indexes = jnp.where(classes < 0, p.shape[1], classes)  # JAX would count a negative index from the end
+    selected = jnp.take_along_axis(p, indexes[:, None], axis=1, mode="fill", fill_value=jnp.nan)[:, 0]
     return -selected if op.takes_log_probabilities else -jnp.log(selected)

@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -26,8 +27,8 @@ _SOURCE = Path(__file__).with_name("nccl_ffi.cc")
 _OPTIONS = ("-std=c++17", "-O2", "-DNDEBUG", "-shared", "-fPIC")
 #: Names under which the handlers are registered with XLA.
 START_TARGET, FINISH_TARGET = "synkhronos_native_start", "synkhronos_native_finish"
+#: Name of a `FINISH_TARGET` that XLA may record in a CUDA graph.
 RECORDABLE_FINISH_TARGET = "synkhronos_recordable_finish"
-
 
 #: The way in which XLA calls NCCL within a launch; see `FfiCollectives`.
 NcclCallMode = Literal["python", "native", "graph"]
@@ -69,7 +70,7 @@ def get_or_compile_handlers() -> Path:
     path = folder / f"nccl_ffi_{key.hexdigest()}.so"
     if path.exists():
         return path
-    compiler = os.environ.get("CXX") or "g++"
+    compiler, *arguments = shlex.split(os.environ.get("CXX") or "g++")  # it may be "ccache g++"
     if shutil.which(compiler) is None:
         raise FileNotFoundError(f"{compiler} is not installed")
     folder.mkdir(parents=True, exist_ok=True)
@@ -78,7 +79,7 @@ def get_or_compile_handlers() -> Path:
         if not path.exists():
             with tempfile.TemporaryDirectory(dir=folder) as temporary:
                 built = Path(temporary, path.name)
-                command = [compiler, *_OPTIONS, f"-I{jax.ffi.include_dir()}", str(_SOURCE), "-o", str(built)]
+                command = [compiler, *arguments, *_OPTIONS, f"-I{jax.ffi.include_dir()}", str(_SOURCE), "-o", str(built)]
                 subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
                 built.rename(path)  # atomic, for processes that test without the lock whether it exists
     return path

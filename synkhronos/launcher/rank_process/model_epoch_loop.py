@@ -98,7 +98,7 @@ class ModelEpochLoop(ReportLoop):
             if self.is_patience_exhausted() and is_master:
                 best = self.best_cost
                 worse = f"{best.label}: no better for {best.n_reports_since_best} epochs"
-                sys.stdout.write(f"{worse}; the run ends after {self.n_reports}\n")
+                sys.stdout.write(f"{worse}; the run ends after epoch {self.n_reports}\n")
         if self.batch_loop.is_stopped_by_signal:
             return False
         if self.n_reports == n_before:  # the run had ended between its last checkpoint and the following lines
