@@ -178,16 +178,17 @@ class RankCall:
             self._runner = fused_runner
         if n_rank_means:
             self._check_rank_means()
+        writes_disk_cache = call.may_need_compile and self._agree_on_disk_cache()
         if self.has_rows or (call.n_total_rows == 0 and rank.is_master):
             if call.may_need_compile:
-                self._compute_first_time()
+                self._compute_first_time(writes_disk_cache)
             else:
                 self.compute()
             if records_effect:
                 rank.record_effect()
         elif n_rank_means:
             RankMeanContext(rank.all_gather_bytes, n_rank_means).contribute_no_rows()
-        elif call.may_need_compile and self._writes_disk_cache():
+        elif writes_disk_cache:
             rank.barrier()
         if call.may_need_compile:
             rank.thread_limit.apply()  # the compiled code may have loaded a BLAS
@@ -214,15 +215,19 @@ class RankCall:
                 ValueError("batch: expected at least one row for a mean over ranks, got none")
             )
 
-    def _writes_disk_cache(self) -> bool:
-        """Whether the first launch compiles, and writes the compiled code to the cache on disk."""
+    def _agree_on_disk_cache(self) -> bool:
+        """Whether the first launch compiles, and writes the compiled code to the cache on disk, on any rank.
+
+        All ranks call it.  The library's configuration, and thus this rank's answer, may differ between ranks.
+        """
         if self.compiled.n_rank_means:
             return False  # all ranks have to compute at the same time
-        return self.computation.library.writes_cache_at_first_call(self.compiled.function)
+        writes_cache = self.computation.library.writes_cache_at_first_call(self.compiled.function)
+        return any(self._rank.all_gather_if_different(writes_cache))
 
-    def _compute_first_time(self) -> None:
-        """Compute for the first time: the master before the workers if it writes the cache on disk."""
-        rank, writes_disk_cache = self._rank, self._writes_disk_cache()
+    def _compute_first_time(self, writes_disk_cache: bool) -> None:
+        """Compute for the first time: the master before the workers if ranks write the cache on disk."""
+        rank = self._rank
         if writes_disk_cache and not rank.is_master:
             rank.barrier()
         is_slow = rank.is_master and self.computation.compile_order == CompileOrder.AT_FIRST_CALL

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from library import INTERPRETED, NAME, XLA, function, is_array, limit_examples, package, read_results, shared
 from library import tensor as T
 from messages import raises
+from system import time_limit
 
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.engines.outputs import MAX_SMALL_NBYTES
+from synkhronos.graph_libraries import get_library
 from synkhronos.ranks.control_memory import SCRATCH_NBYTES
 
 pytestmark = pytest.mark.usefixtures("rewrites")
@@ -420,6 +422,19 @@ def test_deep_graph_is_computed(two_ranks_per_test):
         np.testing.assert_array_equal(f(np.arange(4.0)), np.arange(4.0) + 1200)
     finally:
         sys.setrecursionlimit(limit)
+
+
+@pytest.mark.parametrize(("n_rows", "sums"), [(1, [2, 0]), (4, [4, 4])])
+def test_first_call_is_ordered_on_all_ranks_if_one_writes_the_disk_cache(monkeypatch, n_rows, sums, two_ranks_per_test):
+    # In the master alone, as after a change of PyTensor's setting numba__cache.
+    library = type(get_library(T.dvector()))
+    monkeypatch.setattr(library, "writes_cache_at_first_call", lambda self, function: True)
+    x, w = T.dvector("x"), shared(0.0, "w")
+    f = synk.function([x], (x.sum(), "sum"), updates=[(w, w + x.sum())])
+    for _ in range(2):
+        with time_limit():
+            assert f(np.ones(n_rows)) == n_rows
+    np.testing.assert_array_equal(synk.gather(w), sums)
 
 
 def test_functions_share_variables(two_ranks_per_test):

@@ -79,7 +79,15 @@ def get_or_compile_handlers() -> Path:
         if not path.exists():
             with tempfile.TemporaryDirectory(dir=folder) as temporary:
                 built = Path(temporary, path.name)
-                command = [compiler, *arguments, *_OPTIONS, f"-I{jax.ffi.include_dir()}", str(_SOURCE), "-o", str(built)]
+                command = [
+                    compiler,
+                    *arguments,
+                    *_OPTIONS,
+                    f"-I{jax.ffi.include_dir()}",
+                    str(_SOURCE),
+                    "-o",
+                    str(built),
+                ]
                 subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
                 built.rename(path)  # atomic, for processes that test without the lock whether it exists
     return path
