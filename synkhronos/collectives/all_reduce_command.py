@@ -63,7 +63,7 @@ class AllReduce(Command):
     uses_device_communicator: bool
 
     def run(self, rank: Rank) -> None:
-        """Check that shapes are equal, then reduce."""
+        """All-reduce the variables in place.  Raise ValueError on all ranks if their shapes differ."""
         if rank.size == 1:
             return
         plan = rank.registry.get_or_create(_AllReducePlans).get(self)

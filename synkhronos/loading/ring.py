@@ -227,7 +227,7 @@ class Ring:
 
     @property
     def n_skipped(self) -> int:
-        """Number of skipped rows in the units taken so far."""
+        """Number of rows that the loader skipped, in the units that consumers have taken since the ring was made."""
         return sum(self._skipped)
 
     # -- consumers -------------------------------------------------------------------------------------------

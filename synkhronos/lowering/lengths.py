@@ -437,7 +437,7 @@ class SliceLengthRewriter(GraphRewriter):
 
 
 def _find_constant_lengths(node: Node, known_variables: Any) -> list[int | None]:
-    """Return a length for each axis of a node's output: the constant length of a slice by data, else None."""
+    """Return the constant length of each axis of a node's output that is sliced by data-dependent bounds, else None."""
     lengths: list[int | None] = []
     for index in split_indexing(node.op, node.inputs)[1]:
         if not isinstance(index, slice):

@@ -36,7 +36,7 @@ def run_platoon_launcher() -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run an experiment, and return the exit status.
+    """Start a controller and its workers, wait for them, and return the exit status.
 
     It is 0 if the controller and all workers exited with 0, 1 if one of them failed, and 2 for wrong arguments.  It is
     3 if a process could not be started or was killed, or the experiment was interrupted.

@@ -50,7 +50,7 @@ class EASGD(ParamSyncRule):
         return self.alpha
 
     def set_alpha(self, alpha: float) -> None:
-        """Set alpha for later exchanges."""
+        """Set alpha, the fraction of the difference by which both sides move in later exchanges."""
         self.alpha = alpha
 
     def update_params(self, local_params: list[np.ndarray], master_params: Sequence[np.ndarray]) -> None:

@@ -179,7 +179,7 @@ class CommandRunner(ABC):
         Raise WorkerError if a worker raised an exception or died, or raise the exception of the master's own part.
         """
         self.send_releases()
-        return self.run_only(command)
+        return self.run_without_releases(command)
 
     def send_releases(self) -> None:
         """Send the keys of the objects that the master has released to the workers.  The lock has to be held."""
@@ -189,10 +189,10 @@ class CommandRunner(ABC):
 
     def _finish_last_and_run(self, command: Command) -> Any:
         self._finish_last_command()
-        return self.run_only(command)
+        return self.run_without_releases(command)
 
-    def run_only(self, command: Command) -> Any:
-        """Run a command on all ranks, as `run`, but without releasing objects before.  Return the master's result.
+    def run_without_releases(self, command: Command) -> Any:
+        """Run a command on all ranks as `run` does, without sending pending releases first.  Return the master's result.
 
         The order is the same whether the master's part succeeds, fails or is interrupted:
 
@@ -322,7 +322,7 @@ class CommandRunner(ABC):
         """Whether an operation with the workers is pending although no command runs."""
         # While the ranks are being ended, their exits are expected.
         return (
-            self.close_reason is None and not self._is_in_command and self.rank.pending_operations.would_lose_writes()
+            self.close_reason is None and not self._is_in_command and self.rank.pending_operations.has_writes_at_risk()
         )
 
     @abstractmethod

@@ -18,26 +18,25 @@ class PendingOperation:
         """Wait for completion.  Called in the master, while the workers still run, before an orderly end."""
 
     def resolve_failed_command(self, command_number: int) -> None:
-        """Bring what a failed command has started to the same end on all ranks.
+        """Complete or abort the operation of a failed command, equally on all ranks, without waiting for a peer.
 
-        Nothing of it may wait for a peer forever.  If all ranks have started a collective, it completes on all of them;
-        otherwise it is aborted.
+        A collective completes if all ranks have started it, and is aborted otherwise.
         """
 
     def close(self) -> None:
-        """Release everything that could wait for a peer: the ranks end, and memory is freed after this call."""
+        """Abort whatever could wait for a peer.  The ranks exit, and their memory is freed, after this call."""
 
-    def would_lose_writes(self) -> bool:
-        """Whether an end of the peers would leave variables undefined, or has left them so."""
+    def has_writes_at_risk(self) -> bool:
+        """Whether a variable is undefined, or becomes undefined if a peer exits now."""
         return False
 
 
 class PendingOperations(list[PendingOperation]):
     """The pending operations of one rank."""
 
-    def would_lose_writes(self) -> bool:
-        """Whether an end of the peers would leave variables undefined, or has left them so."""
-        return any(operation.would_lose_writes() for operation in self)
+    def has_writes_at_risk(self) -> bool:
+        """Whether any operation has writes at risk."""
+        return any(operation.has_writes_at_risk() for operation in self)
 
     def resolve_failed_command(self, command_number: int) -> None:
         """Call `PendingOperation.resolve_failed_command` of all operations."""

@@ -145,7 +145,7 @@ class UnmappedSegment(NamedTuple):
     is_user_file: bool
 
     def map(self) -> Segment:
-        """Map the segment, or raise the error that prevents it."""
+        """Map the segment.  Raise OSError if it can't be mapped."""
         if self.file is None:
             raise OSError(
                 errno.EMFILE,

@@ -164,7 +164,7 @@ class Session(CommandRunner):
         if self.close_reason is not None:
             return  # the session is being closed: in another thread, or by a handler in this one
         message = failure.message
-        if self.rank.pending_operations.would_lose_writes():
+        if self.rank.pending_operations.has_writes_at_risk():
             message += (
                 " A collective on the GPUs was pending and has been aborted: the variables that it writes, and all "
                 "values computed from them, are invalid in this process too. Restore them from saved values."

@@ -141,7 +141,7 @@ class _CodeHasher:
         self._add(value)
 
     def digest(self) -> bytes:
-        """Return the hash."""
+        """Return the SHA-256 digest of the value and of the code that it uses."""
         return self._hash.digest()
 
     def _add(self, value: object) -> None:

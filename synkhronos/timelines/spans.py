@@ -76,7 +76,7 @@ def register_traced_method(owner: type, method: str, category: str, name: str | 
     _traced_methods.append((owner, method, category, name))
 
 
-register_traced_method(CommandRunner, "run_only", "call", CALL_NAME)
+register_traced_method(CommandRunner, "run_without_releases", "call", CALL_NAME)
 register_traced_method(Mailbox, "post", "post", "post")
 register_traced_method(ControlMemory, "wait", WAIT_CATEGORY, _name_wait)
 register_traced_method(Command, "run", "command", _name_command)

@@ -600,7 +600,9 @@ def test_crossentropy_of_a_class_out_of_range_is_no_number(wrong_class):
     x, classes = pt.dmatrix("x"), pt.lvector()
     for p in (x, softmax(x)):
         with pytest.raises(IndexError, match=f"classes: expected 0 to 2, got {wrong_class}"):
-            compute_in_mode("FAST_COMPILE", [x, classes], crossentropy(p, classes), np.full((2, 3), 0.5), [0, wrong_class])
+            compute_in_mode(
+                "FAST_COMPILE", [x, classes], crossentropy(p, classes), np.full((2, 3), 0.5), [0, wrong_class]
+            )
         loss = compute_in_mode("JAX", [x, classes], crossentropy(p, classes), np.full((2, 3), 0.5), [0, wrong_class])
         np.testing.assert_array_equal(np.isnan(loss), [False, True])
 

@@ -262,9 +262,9 @@ def start_all_reduce(communicator, gpu, command=5):
 def test_all_reduce_returns_before_the_stream_ends(connected):
     communicator, gpu = connected()
     start_all_reduce(communicator, gpu)
-    assert gpu.state == NOT_READY and gpu.pending_operations[0].would_lose_writes()
+    assert gpu.state == NOT_READY and gpu.pending_operations[0].has_writes_at_risk()
     gpu.state = DONE
-    assert not gpu.pending_operations[0].would_lose_writes()
+    assert not gpu.pending_operations[0].has_writes_at_risk()
 
 
 def test_all_reduce_of_few_bytes_is_waited_for(connected, monkeypatch):
@@ -275,7 +275,7 @@ def test_all_reduce_of_few_bytes_is_waited_for(connected, monkeypatch):
     for _ in range(2):  # they are waited for together
         communicator.all_reduce(np.ones(3, "float32"), "sum")
     assert communicator.wait_briefly()
-    assert not gpu.query_results and not gpu.pending_operations[0].would_lose_writes()
+    assert not gpu.query_results and not gpu.pending_operations[0].has_writes_at_risk()
     communicator.all_reduce(np.ones(0, "float32"), "sum")  # of an empty array
     assert communicator.wait_briefly()
 
@@ -327,7 +327,7 @@ def test_master_aborts_nccl_after_a_worker_died(connected):
     wait_until(lambda: gpu.aborted)
     assert gpu.aborted == 1
     # The outputs are invalid: reading them raises an error that the collective did not finish.
-    assert gpu.pending_operations[0].would_lose_writes()
+    assert gpu.pending_operations[0].has_writes_at_risk()
 
 
 @pytest.mark.parametrize("has_died", [True, False])
@@ -367,7 +367,7 @@ def test_idle_worker_death_aborts_nothing(connected):
     time.sleep(0.1)
     gpu.is_dead = True
     time.sleep(0.1)
-    assert not gpu.aborted and not gpu.pending_operations[0].would_lose_writes()
+    assert not gpu.aborted and not gpu.pending_operations[0].has_writes_at_risk()
 
 
 def test_close_waits_for_pending_collectives(connected):
@@ -410,7 +410,7 @@ def test_failure_after_the_last_barrier_aborts_nothing(connected):
     gpu.failed = 5
     time.sleep(0.1)
     gpu.pending_operations[0].resolve_failed_command(5)
-    assert not gpu.aborted and gpu.pending_operations[0].would_lose_writes()
+    assert not gpu.aborted and gpu.pending_operations[0].has_writes_at_risk()
 
 
 def all_reduce_in_launch(communicator, gpu, count=3):
@@ -430,9 +430,9 @@ def test_launch_all_reduce_is_valid_unless_aborted(connected):
     flag = communicator._connection.valid_flag
     assert copied == (96, flag.ctypes.data, 4, 7) and flag[0] == 1
     # After an abort no wrong value is visible, unless the collective writes in place.
-    assert not gpu.pending_operations[0].would_lose_writes()
+    assert not gpu.pending_operations[0].has_writes_at_risk()
     communicator._watchdog.writes_in_place = True
-    assert gpu.pending_operations[0].would_lose_writes()
+    assert gpu.pending_operations[0].has_writes_at_risk()
     gpu.abort = lambda: events.append(int(flag[0]))  # a kernel that waits for a peer continues from here
     events = []
     gpu.failed = 5

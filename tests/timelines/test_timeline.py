@@ -100,11 +100,11 @@ def test_an_error_in_a_namer_keeps_the_error_of_the_call():
 
 
 def test_timeline_restores_the_methods(step, tmp_path):
-    before = [vars(CommandRunner)["run_only"], vars(ControlMemory)["wait"]]
+    before = [vars(CommandRunner)["run_without_releases"], vars(ControlMemory)["wait"]]
     with synk.timeline(tmp_path / "run.json.gz"):
-        assert vars(CommandRunner)["run_only"] is not before[0]
+        assert vars(CommandRunner)["run_without_releases"] is not before[0]
         call_and_all_reduce(step, 1)
-    assert [vars(CommandRunner)["run_only"], vars(ControlMemory)["wait"]] == before
+    assert [vars(CommandRunner)["run_without_releases"], vars(ControlMemory)["wait"]] == before
     with gzip.open(tmp_path / "run.json.gz", "rt") as file:
         assert json.load(file)["traceEvents"]
     with synk.timeline(tmp_path / "again.json"):  # the workers' methods are the original ones, too
@@ -156,11 +156,11 @@ def test_timeline_refuses_wrong_arguments_and_a_second_one(step, tmp_path):
 def test_death_of_a_worker_ends_the_timeline(step, tmp_path):
     from synkhronos import ranks
 
-    original = vars(CommandRunner)["run_only"]
+    original = vars(CommandRunner)["run_without_releases"]
     with pytest.raises(synk.WorkerError), synk.timeline(tmp_path / "run.json"):
         os.kill(ranks.get_session().worker_pids[1], signal.SIGKILL)
         call_and_all_reduce(step)
-    assert vars(CommandRunner)["run_only"] is original
+    assert vars(CommandRunner)["run_without_releases"] is original
     assert json.loads((tmp_path / "run.json").read_text())["traceEvents"]  # the master's spans
 
 

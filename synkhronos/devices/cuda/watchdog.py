@@ -160,7 +160,7 @@ class CollectiveWatchdog(PendingOperation):
         (result,) = self._gpu.driver.cuStreamQuery(self._stream)
         return bool(result != self._gpu.driver.CUresult.CUDA_ERROR_NOT_READY)
 
-    def would_lose_writes(self) -> bool:
+    def has_writes_at_risk(self) -> bool:
         """Whether a collective that writes in place is pending, or was aborted by a peer's exit."""
         if self._pending_command_number and not self.has_lost_peer:
             self._gpu.set_current_gpu()

@@ -64,7 +64,7 @@ class RankModel:
 
     @staticmethod
     def get_or_create(context: RankContext) -> RankModel:
-        """Return the object of this rank."""
+        """Return this rank's `RankModel`.  The first call creates it."""
         return get_rank(context).registry.get_or_create(RankModel)
 
 

@@ -292,7 +292,7 @@ class ShardedUpdates:
         return values
 
     def _rewrite_node(self, node: Node, number: int, inputs: list[_ShardedValue]) -> _ShardedValue:
-        """Make the value of output ``number`` of a node."""
+        """Return the sharded value of output ``number`` of a node, by the rewrite for the node's Op."""
         kind, out = type(node.op).__name__, node.outputs[number]
 
         def make_whole() -> Variable:
