@@ -62,6 +62,11 @@ class OutputSpec(NamedTuple):
         return OutputSpec([op for op in self.ops for _ in range(n_repeats)], dtypes)
 
 
+def compute_no_outputs() -> list[Any]:
+    """Return no outputs, in a call in which some rank has rows, or on a rank whose outputs are not needed."""
+    return []
+
+
 class RankOutputs(NamedTuple):
     """Outputs that one rank computed in one call."""
 
@@ -71,7 +76,7 @@ class RankOutputs(NamedTuple):
     values: list[Any]
     spec: OutputSpec
     #: Computes the outputs of zero rows, for a call in which no rank has rows.
-    compute_zero_rows: Callable[[], list[Any]] = list
+    compute_zero_rows: Callable[[], list[Any]] = compute_no_outputs
 
     def with_values(self, values: list[Any]) -> RankOutputs:
         """Return a copy with the values of `Engine.fetch_outputs`.  Values that are not reduced become NumPy arrays."""
@@ -87,9 +92,9 @@ class RankOutputs(NamedTuple):
         """
         if not rank.is_master:
             values = [None if op is None else v for v, op in zip(self.values, self.spec.ops, strict=False)]
-            return self._replace(values=values, compute_zero_rows=list)
+            return self._replace(values=values, compute_zero_rows=compute_no_outputs)
         try:
-            return self._replace(values=self.values or self.compute_zero_rows(), compute_zero_rows=list)
+            return self._replace(values=self.values or self.compute_zero_rows(), compute_zero_rows=compute_no_outputs)
         except Exception as error:
             deferred = error
 

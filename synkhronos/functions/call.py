@@ -22,7 +22,7 @@ from synkhronos.data_objects.rows import get_share_slice, select_rows, split_sel
 from synkhronos.devices import NUMPY, Selection
 from synkhronos.engines import Runner
 from synkhronos.engines.accumulator import Accumulator
-from synkhronos.engines.outputs import RankOutputs
+from synkhronos.engines.outputs import RankOutputs, compute_no_outputs
 from synkhronos.functions.computation import CompiledVariant, Computation, RowSelector, Variant
 from synkhronos.functions.rank_mean_context import RankMeanContext
 from synkhronos.functions.slow_warning import warn_if_slow
@@ -241,9 +241,8 @@ class RankCall:
         spec, n_repeats = self.compiled.output_spec, self._runner.n_repeats
         if n_repeats > 1:
             return RankOutputs(self.n_rows // n_repeats, self.output_values, spec.repeat(n_repeats))
-        return RankOutputs(
-            self.n_rows, self.output_values, spec, self._compute_zero_rows if self.call.n_total_rows is None else list
-        )
+        compute_zero_rows = self._compute_zero_rows if self.call.n_total_rows is None else compute_no_outputs
+        return RankOutputs(self.n_rows, self.output_values, spec, compute_zero_rows)
 
     def _compute_zero_rows(self) -> list[Any]:
         self.compute()

@@ -192,7 +192,7 @@ class CommandRunner(ABC):
         return self.run_without_releases(command)
 
     def run_without_releases(self, command: Command) -> Any:
-        """Run a command on all ranks as `run` does, without sending pending releases first.  Return the master's result.
+        """Run a command on all ranks as `run` does, without sending releases first.  Return the master's result.
 
         The order is the same whether the master's part succeeds, fails or is interrupted:
 

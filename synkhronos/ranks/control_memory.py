@@ -86,12 +86,7 @@ class ControlMemory:
     Attributes
     ----------
     words : memoryview of uint64
-        Words of the whole session, indexed by the constants of this class.  `POSTED` and `FAILED` are the numbers of
-        the last posted and the last failed command.  `MESSAGE_NBYTES` and `PLAN_NBYTES` are the lengths of the pickled
-        command and of the link's plan behind it in the mailbox.  `NEWEST_KEY` is the key of the newest segment that was
-        sent.  `END_REQUEST` is `END_WORKERS` or `KILL_WORKERS` once agents have to do so, and 0 before.
-        `FAILURE_NBYTES` is the length of a failure that an agent reports.  `BYTES_SENT` counts bytes sent to others.
-        `COMMON_BARRIER_EVEN` and `COMMON_BARRIER_ODD`, for commands with even and odd numbers, belong to `agreement`.
+        Words of the whole session, indexed by the constants of this class.
     done, arrived, applied : memoryview of uint64
         For each rank: the last command that it has finished; the number of the last barrier that it has arrived at;
         the last command whose effect it has applied.
@@ -111,8 +106,25 @@ class ControlMemory:
         Held by the rank that decides a failed command: see `agreement`.
     """
 
-    POSTED, FAILED, MESSAGE_NBYTES, NEWEST_KEY, PLAN_NBYTES = range(5)
-    END_REQUEST, FAILURE_NBYTES, BYTES_SENT, COMMON_BARRIER_EVEN, COMMON_BARRIER_ODD = range(5, _N_WORDS)
+    #: Number of the last posted command.
+    POSTED = 0
+    #: Number of the last failed command.
+    FAILED = 1
+    #: Number of bytes of the pickled command in the mailbox.
+    MESSAGE_NBYTES = 2
+    #: Key of the newest segment that was sent.
+    NEWEST_KEY = 3
+    #: Number of bytes of the link's plan, behind the command in the mailbox.
+    PLAN_NBYTES = 4
+    #: `END_WORKERS` or `KILL_WORKERS` once agents have to do so, and 0 before.
+    END_REQUEST = 5
+    #: Number of bytes of a failure that an agent reports.
+    FAILURE_NBYTES = 6
+    #: Number of bytes sent to other hosts.
+    BYTES_SENT = 7
+    #: Last common barriers of failed commands with even and with odd numbers; see `agreement`.
+    COMMON_BARRIER_EVEN, COMMON_BARRIER_ODD = 8, 9
+    #: Values of `END_REQUEST`.
     END_WORKERS, KILL_WORKERS = 1, 2
 
     def __init__(

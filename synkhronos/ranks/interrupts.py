@@ -27,7 +27,6 @@ _getsignal, _setsignal = _signal.getsignal, _signal.signal
 #: Seconds after which `defer_signals.stop_deferring_if_late` delivers a deferred signal.
 MAX_DEFERRAL_SECONDS = 2.0
 
-
 #: Handler of a signal, as `signal.signal` takes it.
 SignalHandler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
 
@@ -45,6 +44,12 @@ class defer_signals:  # noqa: N801 - a block, as the functions of contextlib are
     in another thread nothing is deferred, as handlers never run there.
 
     Use it for short blocks, and for longer ones of compiled code that no handler interrupts, such as XLA's compiler.
+
+    A block has three phases, each with a flag.  They differ in what a signal does at the block's handler:
+
+    - ``_is_entering``: handlers are being replaced, one after another.  The signal's own handler is called.
+    - ``_is_deferring``: the signal is recorded.  The phase includes the restoration of the handlers.
+    - ``_has_stopped``: other code has installed the block's handler again.  The signal's own is restored, and called.
     """
 
     def __enter__(self) -> Self:

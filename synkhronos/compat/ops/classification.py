@@ -57,8 +57,9 @@ def _is_masked_quotient(numerator: Any, denominator: Any, p: Any) -> bool:
 class ClassCrossentropy(NumpyOp):
     """Minus the logarithm of the probability of each row's class.
 
-    Inputs: probabilities (rows, classes) of floats, and the classes (rows,) of integers.  The output is (rows,).  A class
-    out of range, such as -1, is an IndexError; XLA, which can raise none, computes NaN.
+    Inputs: probabilities (rows, classes) of floats, and the classes (rows,) of integers.  The output is (rows,).
+
+    A class out of range, such as -1, raises IndexError.  XLA, which can't raise, computes NaN.
 
     Parameters
     ----------

@@ -15,13 +15,13 @@ _EXECUTE = 3  # XLA_FFI_ExecutionStage_EXECUTE
 _ABORTED = 10  # XLA_FFI_Error_Code_ABORTED
 
 
-class _Struct(ctypes.Structure):
+class _StructHeader(ctypes.Structure):
     """Header of most of XLA's structures."""
 
     _fields_ = [("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p)]
 
 
-class _Version(_Struct):
+class _Version(_StructHeader):
     _fields_ = [("major", ctypes.c_int), ("minor", ctypes.c_int)]
 
 
@@ -38,7 +38,7 @@ class _Extension(ctypes.Structure):
     ]
 
 
-class _StreamGet(_Struct):
+class _StreamGet(_StructHeader):
     _fields_ = [("context", ctypes.c_void_p), ("stream", ctypes.c_void_p)]
 
 
@@ -46,7 +46,7 @@ class _StreamGet(_Struct):
 ForeignFunction = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 
 
-class _Api(_Struct):
+class _Api(_StructHeader):
     _fields_ = [
         ("version", _Version),
         ("internal", ctypes.c_void_p),
@@ -58,7 +58,7 @@ class _Api(_Struct):
     ]
 
 
-class _FfiBuffer(_Struct):
+class _FfiBuffer(_StructHeader):
     _fields_ = [
         ("dtype", ctypes.c_int),
         ("data", ctypes.c_void_p),
@@ -67,7 +67,7 @@ class _FfiBuffer(_Struct):
     ]
 
 
-class _FfiBuffers(_Struct):
+class _FfiBuffers(_StructHeader):
     """Arguments (XLA_FFI_Args) or results (XLA_FFI_Rets), which have the same layout."""
 
     _fields_ = [
@@ -77,24 +77,24 @@ class _FfiBuffers(_Struct):
     ]
 
 
-class _NumberAttribute(ctypes.Structure):
+class _Int64Attribute(ctypes.Structure):
     """A scalar attribute (XLA_FFI_Scalar) of dtype int64."""
 
     _fields_ = [("dtype", ctypes.c_int), ("value", ctypes.POINTER(ctypes.c_int64))]
 
 
-class _Attributes(_Struct):
-    """Attributes of a call (XLA_FFI_Attrs); the calls here have none, or one number."""
+class _Attributes(_StructHeader):
+    """Attributes of a call (XLA_FFI_Attrs); the calls here have none, or one of int64."""
 
     _fields_ = [
         ("size", ctypes.c_int64),
         ("types", ctypes.c_void_p),
         ("names", ctypes.c_void_p),
-        ("numbers", ctypes.POINTER(ctypes.POINTER(_NumberAttribute))),
+        ("numbers", ctypes.POINTER(ctypes.POINTER(_Int64Attribute))),
     ]
 
 
-class CallFrame(_Struct):
+class CallFrame(_StructHeader):
     """A call of a foreign function (XLA_FFI_CallFrame); XLA passes its address."""
 
     _fields_ = [
@@ -107,11 +107,11 @@ class CallFrame(_Struct):
     ]
 
 
-class _ErrorDestroy(_Struct):
+class _ErrorDestroy(_StructHeader):
     _fields_ = [("error", ctypes.c_void_p)]
 
 
-class _ErrorCreate(_Struct):
+class _ErrorCreate(_StructHeader):
     _fields_ = [("message", ctypes.c_char_p), ("code", ctypes.c_int)]
 
 
@@ -148,19 +148,19 @@ def get_stream(frame: Any) -> int | None:
     return int(request.stream or 0) or None
 
 
-#: Names of the registered functions.
-_registered: set[str] = set()
+#: Names and platforms of the registered functions.
+_registered: set[tuple[str, str]] = set()
 
 
 def register_target(name: str, callback: Any, platform: str | None = None) -> None:
-    """Register a foreign function with XLA under a name, unless the name is registered already.
+    """Register a foreign function with XLA under a name, unless the name is registered for the platform already.
 
     ``platform`` is by default the one on which JAX computes.
     """
     import jax
 
-    if name not in _registered:
-        backend: str = jax.default_backend()
-        platform = platform or ("CUDA" if backend == "gpu" else backend)
+    backend: str = jax.default_backend()
+    platform = platform or ("CUDA" if backend == "gpu" else backend)
+    if (name, platform) not in _registered:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(callback), platform=platform)
-        _registered.add(name)
+        _registered.add((name, platform))

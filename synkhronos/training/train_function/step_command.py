@@ -6,6 +6,18 @@ A step is two compiled functions with an all-reduce between them::
 
 Three commands would return to the master in between.  One command instead runs all of it on each rank.  If an engine
 can fuse the three parts, it runs them in one launch, which may repeat them.
+
+A fused step has other barriers than an unfused one.  So it is fused on all ranks or on none:
+
+=================================  ==================================================================================
+Step                               Barriers
+=================================  ==================================================================================
+Fused: the first, or the first     `fuse_calls` compares whether each rank can fuse the step, `prepare_exchange`
+after a failure or a new plan      compares plans, and the ranks wait until all of them have launched.
+Fused: a later one                 The ranks wait until all of them have launched.
+Not fused, by an engine that can   `fuse_calls` compares as above.  The rest is as below.
+Not fused                          Those of `AllReduce.reduce_and_run`.
+=================================  ==================================================================================
 """
 
 from __future__ import annotations
