@@ -133,9 +133,8 @@ def run_installer(command: Sequence[object]) -> None:
     """Run a command that makes or fills an environment; if it fails, end with a line that names the cause."""
     words = [str(word) for word in command]
     print_message(shlex.join(words))
-    done = subprocess.run(
-        words, cwd=ROOT, env=get_command_variables(), text=True, errors="replace", capture_output=True
-    )
+    variables = {**get_command_variables(), "PYTHONWARNINGS": "ignore"}  # setuptools' of editable installations
+    done = subprocess.run(words, cwd=ROOT, env=variables, text=True, errors="replace", capture_output=True)
     if done.returncode == 0:
         print(done.stderr, end="", file=sys.stderr)
         return
