@@ -1,4 +1,4 @@
-"""Synchronous rules with an outer optimizer, for which the change of the ranks' mean parameters is a gradient."""
+"""Synchronous rules with an outer optimizer, whose gradient is the change of the ranks' mean parameters."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ def get_values(data: Any) -> Array:
 
 
 def _compute_fingerprint(values: Any) -> Any:
-    """Return shape and sampled bytes of an array, by which changes in place are found, or None for read-only data."""
+    """Return shape and sampled bytes of an array, which show changes in place, or None for read-only data."""
     if isinstance(values, ReadOnlyData):
         return None
     array = np.asarray(values)

@@ -50,7 +50,7 @@ class Function:
 
     @property
     def update_modes(self) -> list[str | None]:
-        """Op of each update as it was given, by which `num_slices` accumulates its values.
+        """Op of each update as it was given; `num_slices` accumulates new values with it.
 
         The name is that of Synkhronos 1.0.
         """

@@ -71,7 +71,7 @@ class MissingGpuError(ValueError):
 
 
 class MpiLink(Link):
-    """Link of a session with ranks on several hosts, of which the master's host is the first.
+    """Link of a session with ranks on several hosts; the first is the master's.
 
     Its methods are called in this order: `start_agents`, `assign_ranks`, `start_remote_workers`, and then `shut_down`,
     or `kill` after a failure.  If `shut_down` keeps the agents, they serve the link that `reconnect` returns.  A host

@@ -1,4 +1,4 @@
-"""Integer expressions as polynomials, by which the extent of a slice is proved not to depend on data.
+"""Integer expressions as polynomials, which prove that the extent of a slice does not depend on data.
 
 The bounds of ``x[i:i + 28]`` are traced values, but the difference of the polynomials ``i + 28`` and ``i`` is 28.
 """

@@ -276,7 +276,7 @@ class RankContext:
         return self._peers.get_lock(check_integer(number, "number"))
 
     def get_persistent_dict(self, name: str) -> dict[Any, Any]:
-        """Return the dict of this name, in which programs on this rank store objects for later ones, until `close`."""
+        """Return the dict of this name.  Programs on this rank store objects in it for later ones, until `close`."""
         persistent: dict[Any, Any] = self._rank.get_or_add_object(("persistent dict", name), dict)
         return persistent
 

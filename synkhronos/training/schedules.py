@@ -251,7 +251,7 @@ class plateau:  # noqa: N801
 
     @property
     def _identity(self) -> list[Any]:
-        """Class and initial rate, by which a checkpoint identifies the schedule."""
+        """Class and initial rate: the identity of the schedule in a checkpoint."""
         return [type(self).__name__, self.initial_rate]
 
     def __call__(self, epoch: float) -> float:

@@ -374,7 +374,7 @@ def _allocate_shared(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def _choose_chunk_shape(shape: tuple[int, ...], block_length: int) -> tuple[int, ...]:
-    """Return the shape of a chunk, to which only one process writes.
+    """Return the shape of a chunk.  Only one process writes to a chunk.
 
     ``shape`` is that of one draw.
     """

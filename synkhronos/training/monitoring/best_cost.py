@@ -26,7 +26,7 @@ def parse_monitored_metric(value: object, argument: str) -> tuple[str, str]:
 
 
 def to_cost(metrics: Mapping[str, float], metric: tuple[str, str]) -> float:
-    """Return the value of a metric as a cost, of which lower is better, or infinity if it is missing or NaN."""
+    """Return a metric as a cost: lower is better, and infinity stands for a missing value or NaN."""
     name, mode = metric
     cost = _SIGNS[mode] * float(metrics.get(name, math.nan))
     return math.inf if math.isnan(cost) else cost

@@ -152,7 +152,7 @@ def partition(*groups: tuple[Callable[[SharedVariable], bool], UpdateRule] | Upd
 
 
 def _set_name(name: str, transform: Transformation) -> Transformation:
-    """Set the name of a transformation, by which checkpoints identify it, and return it."""
+    """Name a transformation, and return it.  Checkpoints identify it by the name."""
     transform.__name__ = name
     return transform
 
