@@ -101,40 +101,27 @@ def _pass_keys_instead_of_dicts(
 
 
 def _convert_graph(graph: FunctionGraph) -> Callable[..., Any]:
-    """Convert a graph to a function of JAX arrays in which each value has its variable's dtype.
-
-    PyTensor's conversion follows JAX's type promotion, by which a float32 divided by a length is a float64.  Then all
-    values computed from it, such as the gradient of a mean, are float64, too.
-    """
+    """Convert a graph to a function of JAX arrays in which each value has its variable's dtype."""
     from pytensor.link.jax.dispatch import jax_funcify, jax_typify
     from pytensor.link.utils import fgraph_to_python
 
+    from synkhronos.lowering.dtypes import keep_dtypes
     from synkhronos.lowering.linker import to_graph_dtype
     from synkhronos.lowering.sum_rewrites import separate_statistics
 
     in_bfloat16 = is_bfloat16_requested()
 
     def convert(op: Op, node: Node = None, **kwargs: Any) -> Any:
-        run = jax_funcify(op, node=node, **kwargs)
+        run = jax_funcify(op, node=node, keeps_dtypes=True, **kwargs)
         if node is None or not callable(run):
             return run
         run = wrap_scatter_add(run, node)
         if in_bfloat16:
             run = round_product_factors(run, node, graph)
-        dtypes = [getattr(output.type, "dtype", None) for output in node.outputs]
-        if len(dtypes) == 1:
-            return separate_statistics(lambda *inputs: _cast(run(*inputs), dtypes[0]), node, graph)
-        return lambda *inputs: tuple(map(_cast, run(*inputs), dtypes))
+        return separate_statistics(keep_dtypes(run, node), node, graph)
 
     converted: Callable[..., Any] = fgraph_to_python(
         graph, convert, type_conversion_fn=jax_typify, fgraph_name="synkhronos_graph"
     )
     dtypes = [getattr(output.type, "dtype", None) for output in graph.outputs]
     return lambda *inputs: tuple(map(to_graph_dtype, converted(*inputs) or (), dtypes))
-
-
-def _cast(value: Any, dtype: str | None) -> Any:
-    """Cast an array to a dtype.  Return any other value unchanged."""
-    if dtype is None or not hasattr(value, "astype") or value.dtype == dtype:
-        return value
-    return value.astype(dtype)

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 from pytensor.graph.basic import Apply, Constant
+from pytensor.graph.fg import FunctionGraph
 from pytensor.ifelse import IfElse
 from pytensor.printing import debugprint
 from pytensor.scalar.basic import AND, OR, Add, Mul, ScalarMaximum, ScalarMinimum, ScalarOp
@@ -43,6 +44,7 @@ from pytensor.tensor.random.op import RandomVariable
 from pytensor.tensor.shape import Reshape
 from pytensor.tensor.subtensor import AdvancedIncSubtensor, AdvancedSubtensor, IncSubtensor, Subtensor
 
+from synkhronos.lowering.dtypes import lower_graph
 from synkhronos.lowering.lengths import (
     FixedLengthSubtensor,
     select_shape_inputs,
@@ -93,6 +95,8 @@ def register_shape_lowerings() -> None:
         # Subclasses may have lowerings of their own.
         for op in [registered for registered in jax_funcify.registry if issubclass(registered, op_class)]:
             jax_funcify.register(op)(_prefer_numpy(jax_funcify.dispatch(op), make_numpy_function))
+    for graph_class in [c for c in jax_funcify.registry if c is not object and issubclass(FunctionGraph, c)]:
+        jax_funcify.register(graph_class)(lower_graph)
     jax_funcify.register(Scan)(_expand_sequences(jax_funcify.dispatch(Scan)))
     for op_class in (Alloc, AllocEmpty, Bartlett, Eye, Repeat, Scan):
         jax_funcify.register(op_class)(_require_known_shape(jax_funcify.dispatch(op_class)))
@@ -512,7 +516,8 @@ _sequence_polynomials: dict[Any, Polynomial] = {}
 def _expand_sequences(lowering: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap Scan's lowering: express elements of integer sequences by variables outside the loop.
 
-    PyTensor computes bounds of slices outside the loop, and passes them to it as sequences.
+    PyTensor computes bounds of slices outside the loop, and passes them to it as sequences.  Values in the loop keep
+    their dtypes.
     """
 
     def funcify(op: Op, node: Node = None, **kwargs: Any) -> ArrayFunction:
@@ -524,7 +529,7 @@ def _expand_sequences(lowering: Callable[..., Any]) -> Callable[..., Any]:
             if "int" in getattr(outer.type, "dtype", "")
         )
         try:
-            compute: ArrayFunction = lowering(op, node=node, **kwargs)
+            compute: ArrayFunction = lowering(op, node=node, **{**kwargs, "keeps_dtypes": True})
         finally:
             _sequence_polynomials.clear()
             _sequence_polynomials.update(outer_polynomials)

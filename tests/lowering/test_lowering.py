@@ -79,6 +79,27 @@ def test_updates_of_plain_functions_keep_their_dtype(fork):
     np.testing.assert_allclose(w.get_value(), np.full(4, 0.5), rtol=1e-6)
 
 
+def test_loops_keep_the_dtype_of_their_state(fork):
+    # PyTensor sums float32 in float64, and XLA needs one dtype in all steps.
+    fork(1)
+    x, start = T.fmatrix("x"), T.fvector("start")
+    states = package.scan(
+        lambda row, state: T.log(T.exp(state[:, None] + row).sum(axis=0)),
+        sequences=x,
+        outputs_info=start,
+        return_updates=False,
+    )
+    rows = np.linspace(-1, 1, 12, dtype="float32").reshape(4, 3)
+    expected = np.zeros(3)
+    for row in rows:
+        expected = np.log(np.exp(expected[:, None] + row).sum(axis=0))
+    plain = package.function([x, start], states[-1], mode=with_static_length_linker("JAX"))
+    for f in (plain, synk.function([], (states[-1], None), bcast_inputs=[x, start])):
+        result = np.asarray(f(rows, np.zeros(3, "float32")))
+        assert result.dtype == "float32"
+        np.testing.assert_allclose(result, expected, rtol=1e-5)
+
+
 # -- lengths that follow from integers -------------------------------------------------------------------------
 
 
