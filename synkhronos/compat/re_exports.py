@@ -4,7 +4,7 @@ from __future__ import annotations
 
 #: Statements by the module's name.
 RE_EXPORTS: dict[str, list[str]] = {
-    "theano.compat": [],
+    "theano.compat": ["from collections import OrderedDict"],
     "theano.compile.io": ["from pytensor.compile.io import *", "from synkhronos.compat.functions import In"],
     "theano.compile.nanguardmode": ["from pytensor.compile.debug.nanguardmode import *"],
     "theano.compile.ops": [
@@ -24,14 +24,24 @@ RE_EXPORTS: dict[str, list[str]] = {
     ],
     "theano.sandbox.cuda.dnn": ["from theano.gpuarray.dnn import dnn_available, dnn_conv, dnn_pool"],
     "theano.sandbox.rng_mrg": ["from synkhronos.compat.random_streams import RandomStreams as MRG_RandomStreams"],
-    "theano.scalar": ["from pytensor.scalar import *", "from pytensor.scalar.basic import *"],
+    "theano.scalar": ["from pytensor.scalar import *", "from theano.scalar.basic import *"],
+    "theano.scalar.basic": ["from pytensor.scalar.basic import *"],
+    "theano.sparse": [
+        "from pytensor.sparse import *",
+        "from pytensor.sparse.type import SparseTensorType as SparseType",
+        "from pytensor.sparse.variable import SparseVariable",
+        "enable_sparse = True",
+    ],
     "theano.tensor.elemwise": ["from pytensor.tensor.elemwise import *"],
     "theano.tensor.extra_ops": [
         "from pytensor.tensor.extra_ops import *",
         "from pytensor.tensor.extra_ops import CumOp, Repeat, Unique, to_one_hot",
     ],
     "theano.tensor.fft": ["from pytensor.tensor.fft import irfft, rfft"],
-    "theano.tensor.shared_randomstreams": ["from synkhronos.compat.random_streams import RandomStreams"],
+    "theano.tensor.shared_randomstreams": [
+        "from pytensor.tensor.random.variable import RandomGeneratorSharedVariable as RandomStateSharedVariable",
+        "from synkhronos.compat.random_streams import RandomStreams",
+    ],
     "theano.tensor.sharedvar": ["from pytensor.tensor.sharedvar import *"],
     "theano.tensor.signal": ["from theano.tensor.signal import pool"],
     "theano.tensor.sort": [

@@ -459,6 +459,50 @@ def test_scan_and_reduce_return_updates():
     assert list([(b, b + 2)] + updates) == [b, a]
 
 
+def test_loops_and_random_states_have_theanos_classes():
+    # Blocks finds loops and parameters in a graph by these classes.
+    from theano.scan_module.scan_op import Scan
+    from theano.tensor.shared_randomstreams import RandomStateSharedVariable
+
+    states, _ = theano.scan(lambda a, total: total + a, sequences=[T.dvector("x")], outputs_info=[T.zeros(())])
+    nodes = theano.gof.graph.io_toposort(theano.gof.graph.inputs([states]), [states])
+    loops = [node.op for node in nodes if isinstance(node.op, Scan)]
+    assert len(loops) == 1 and len(loops[0].outputs) == 1
+    streams = theano.tensor.shared_randomstreams.RandomStreams(1)
+    streams.normal()
+    assert isinstance(streams.state_updates[0][0], RandomStateSharedVariable)
+    assert not isinstance(theano.shared(np.zeros(2)), RandomStateSharedVariable)
+
+
+def test_sparse_products_and_gradients_equal_dense_ones():
+    import scipy.sparse
+    import theano.sparse
+
+    x, w = theano.sparse.csr_matrix("x", dtype="float64"), theano.shared(np.arange(6.0).reshape(3, 2), "w")
+    cost = (theano.sparse.structured_dot(x, w) ** 2).sum()
+    f = theano.function([x], [cost, T.grad(cost, w), theano.sparse.dense_from_sparse(x)], mode="FAST_COMPILE")
+    dense = np.array([[1.0, 0, 2], [0, 0, 3], [0, 4, 0], [1, 0, 0]])
+    product = dense @ w.get_value()
+    for result, expected in zip(
+        f(scipy.sparse.csr_matrix(dense)), [(product**2).sum(), 2 * dense.T @ product, dense], strict=True
+    ):
+        np.testing.assert_allclose(result, expected)
+
+
+def test_small_names_are_theanos():
+    # Of Blocks, pylearn2 and theano_lstm.
+    assert theano._asarray([1, 2], dtype="floatX").dtype == theano.config.floatX
+    assert theano._asarray([1, 2], "int8").dtype == "int8"
+    assert T.Tensor("float32", (False, True))("x").ndim == 2
+    assert T.hashtype(T.dmatrix("x")) == T.hashtype(T.dvector("y")) != T.hashtype(1)
+    pool = theano.tensor.signal.pool.Pool
+    x = np.zeros((1, 2, 7, 9))
+    for arguments in ({"ws": (2, 3)}, {"ds": (2, 3), "ignore_border": True, "st": (1, 2), "pad": (1, 1)}):
+        shape = pool.out_shape(x.shape, **arguments)
+        pooled = theano.tensor.signal.pool.pool_2d(T.constant(x), **{"ignore_border": False, **arguments})
+        assert tuple(shape) == pooled.eval(mode="FAST_COMPILE").shape
+
+
 def test_ifelse_selects_a_branch():
     from theano.ifelse import ifelse
 

@@ -4,6 +4,9 @@ Its modules re-export PyTensor's names, and define functions whose names or argu
 that only re-export names have no file here: `synkhronos.compat.re_exports` defines them.
 """
 
+from typing import Any
+
+import numpy as np
 import pytensor
 
 from synkhronos.compat.flags import Config
@@ -33,8 +36,13 @@ from theano.compile import (
 )
 from theano.gof import Apply, Constant, FunctionGraph, Op, Type, Variable, generic
 from theano.gradient import Lop, Rop, grad, subgraph_grad
-from theano.printing import debugprint, pp
+from theano.printing import debugprint, pp, pprint
 from theano.scan_module import foldl, foldr, map, reduce, scan
 from theano.scan_module.scan_utils import clone
 from theano.tensor import dot, get_scalar_constant_value
 from theano.updates import OrderedUpdates
+
+
+def _asarray(a: Any, dtype: Any, order: Any = None) -> np.ndarray:
+    """Convert to an array of a dtype, which may be ``"floatX"``."""
+    return np.asarray(a, config.floatX if dtype == "floatX" else dtype, order)

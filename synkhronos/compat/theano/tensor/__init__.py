@@ -24,3 +24,5 @@ from theano.tensor.subtensor import (
 
 from theano.tensor import basic, nnet, shared_randomstreams, signal  # isort: skip - their modules use the names above
 from theano.tensor.shared_randomstreams import RandomStreams
+
+Tensor = type.TensorType

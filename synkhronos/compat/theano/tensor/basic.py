@@ -62,6 +62,11 @@ abs_ = pt.abs
 inv = pt.reciprocal
 
 
+def hashtype(self: Any) -> int:
+    """Return a hash of an object's class, for ``__hash__`` of Ops that are equal if their classes are."""
+    return hash(type(self))
+
+
 def _get_constant(x: Any) -> Any:
     """Return the value of a constant scalar, or the variable itself."""
     try:

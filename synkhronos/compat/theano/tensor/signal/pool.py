@@ -44,6 +44,25 @@ def _resolve_old_name(name: str, value: Any, old_name: str, old_value: Any) -> A
     return old_value if value is None else value
 
 
+def _compute_output_shape(
+    imgshape: Any,
+    ws: Any = None,
+    ignore_border: bool = False,
+    stride: Any = None,
+    pad: Any = None,
+    ndim: int = 2,
+    ds: Any = None,
+    st: Any = None,
+    padding: Any = None,
+) -> list[Any]:
+    """Return the shape of a pooled array, given the shape of the array: ``Pool.out_shape``."""
+    ws, stride = _resolve_old_name("ws", ws, "ds", ds), _resolve_old_name("stride", stride, "st", st)
+    pad = (pad if padding is None else padding) or (0,) * ndim
+    op = Pool(ws, ws if stride is None else stride, pad, "max", ignore_border)
+    return list(op.compute_output_shape(tuple(imgshape)))
+
+
+Pool.out_shape = staticmethod(_compute_output_shape)
 pool_2d = functools.partial(_pool, 2)
 pool_3d = functools.partial(_pool, 3)
 
