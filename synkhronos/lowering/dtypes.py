@@ -6,7 +6,7 @@ of a mean, are float64, too.  A loop does not compile, since its state would cha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from synkhronos.variable_types import FunctionGraph, Node, Op
@@ -25,9 +25,13 @@ def lower_graph(
     node: Node = None,
     fgraph_name: str = "jax_funcified_fgraph",
     keeps_dtypes: bool = False,
+    known_inputs: Mapping[int, Any] | None = None,
     **kwargs: Any,
 ) -> Callable[..., Any]:
-    """Lower a graph as PyTensor does; with ``keeps_dtypes``, the results of its nodes keep their dtypes."""
+    """Lower a graph as PyTensor does; with ``keeps_dtypes``, the results of its nodes keep their dtypes.
+
+    ``known_inputs`` are numbers, by position, that replace the function's inputs while it is traced.
+    """
     from pytensor.link.jax.dispatch import jax_funcify, jax_typify
     from pytensor.link.utils import fgraph_to_python
 
@@ -38,7 +42,9 @@ def lower_graph(
         fgraph_name=fgraph_name,
         **kwargs,
     )
-    return function
+    if known_inputs is None:
+        return function
+    return lambda *inputs: function(*[known_inputs.get(i, value) for i, value in enumerate(inputs)])
 
 
 def _funcify_with_dtypes(op: Op, node: Node = None, **kwargs: Any) -> Any:

@@ -97,7 +97,7 @@ def register_shape_lowerings() -> None:
             jax_funcify.register(op)(_prefer_numpy(jax_funcify.dispatch(op), make_numpy_function))
     for graph_class in [c for c in jax_funcify.registry if c is not object and issubclass(FunctionGraph, c)]:
         jax_funcify.register(graph_class)(lower_graph)
-    jax_funcify.register(Scan)(_expand_sequences(jax_funcify.dispatch(Scan)))
+    jax_funcify.register(Scan)(_expand_sequences(_keep_numbers_in_loop(jax_funcify.dispatch(Scan))))
     for op_class in (Alloc, AllocEmpty, Bartlett, Eye, Repeat, Scan):
         jax_funcify.register(op_class)(_require_known_shape(jax_funcify.dispatch(op_class)))
     for op_class in (Nonzero, Unique):
@@ -516,8 +516,7 @@ _sequence_polynomials: dict[Any, Polynomial] = {}
 def _expand_sequences(lowering: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap Scan's lowering: express elements of integer sequences by variables outside the loop.
 
-    PyTensor computes bounds of slices outside the loop, and passes them to it as sequences.  Values in the loop keep
-    their dtypes.
+    PyTensor computes bounds of slices outside the loop, and passes them to it as sequences.
     """
 
     def funcify(op: Op, node: Node = None, **kwargs: Any) -> ArrayFunction:
@@ -529,10 +528,35 @@ def _expand_sequences(lowering: Callable[..., Any]) -> Callable[..., Any]:
             if "int" in getattr(outer.type, "dtype", "")
         )
         try:
-            compute: ArrayFunction = lowering(op, node=node, **{**kwargs, "keeps_dtypes": True})
+            compute: ArrayFunction = lowering(op, node=node, **kwargs)
         finally:
             _sequence_polynomials.clear()
             _sequence_polynomials.update(outer_polynomials)
         return compute
+
+    return funcify
+
+
+def _keep_numbers_in_loop(lowering: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap Scan's lowering: a length that a step takes from outside the loop remains a number within it.
+
+    PyTensor's lowering carries such numbers from step to step, as traced values.  Values in the loop keep their dtypes.
+    """
+
+    def funcify(op: Op, node: Node = None, **kwargs: Any) -> ArrayFunction:
+        known_inputs: dict[int, Any] = {}
+        compute = lowering(op, node=node, **{**kwargs, "keeps_dtypes": True, "known_inputs": known_inputs})
+        start = len(op.fgraph.inputs) - op.info.n_non_seqs
+
+        def run(*inputs: Any) -> Any:
+            for i, value in enumerate(op.outer_non_seqs(inputs), start):
+                if np.ndim(value) == 0 and _is_known(value):
+                    known_inputs[i] = value
+            try:
+                return compute(*inputs)
+            finally:
+                known_inputs.clear()
+
+        return run
 
     return funcify

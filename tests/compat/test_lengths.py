@@ -265,6 +265,17 @@ def test_index_of_a_scan_selects_rows(x):
     np.testing.assert_allclose(compile_function([], windows)(), X[:-2] + X[1:-1] + X[2:])
 
 
+def test_length_from_outside_a_scan_selects_columns(x):
+    # Recurrent layers of dl4mt and its descendants: the width of a gate is a parameter's length.
+    def step(gates, state, width):
+        return gates[width : 2 * width] + state * gates[0 * width : width]
+
+    weights = theano.shared(np.ones((3, 3)))
+    states, _ = theano.scan(step, sequences=x, outputs_info=T.zeros((3,)), non_sequences=weights.shape[1])
+    compare_modes([], states, [])
+    compare_modes([], T.grad((states**2).sum(), x), [])
+
+
 @pytest.mark.parametrize(
     "graph",
     [
