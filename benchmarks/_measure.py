@@ -69,6 +69,33 @@ def time_interleaved(
     return times
 
 
+class HostProbe:
+    """Speed of Python on this machine next to the rounds of a benchmark, measured by a fixed loop."""
+
+    def __init__(self) -> None:
+        self._times: list[float] = []
+
+    def measure(self) -> None:
+        """Time the loop, next to a round."""
+        self._times.append(median(time_call(_run_loop) for _ in range(9)))
+
+    def describe(self) -> str:
+        """Return the spread of the loop's times as text."""
+        fastest = min(self._times)
+        slowdowns = [time / fastest for time in self._times]
+        return (
+            f"a fixed loop of Python next to the rounds: {format_duration(fastest)} at best, else median "
+            f"{median(slowdowns):.2f} and at most {max(slowdowns):.2f} times that"
+        )
+
+
+def _run_loop() -> int:
+    total = 0
+    for i in range(1000):
+        total += i
+    return total
+
+
 def compute_quartiles(times: Sequence[float]) -> tuple[float, float, float]:
     """Return the lower quartile, the median and the upper quartile."""
     ordered = sorted(times)

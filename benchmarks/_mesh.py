@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from benchmarks._measure import HostProbe
 from benchmarks._training import measure_steps
 from benchmarks.gpu_step import LAYERS, ROWS, generate_batches, time_steps
 
@@ -82,6 +83,7 @@ def measure_mlp(settings: dict[str, Any]) -> dict[str, Any]:
         return update_mlp(params, velocities, x.reshape(-1, x.shape[-1]), y.reshape(-1))
 
     times: dict[str, dict[str, list[float]]] = {"host": {}, "GPU": {}}
+    probe = HostProbe()
     for placement in times:
         params = jax.device_put(init, whole)
         velocities = jax.tree.map(jnp.zeros_like, params)
@@ -99,9 +101,9 @@ def measure_mlp(settings: dict[str, Any]) -> dict[str, Any]:
         for size in settings["batches"]:
             rows, rows_per_batch = (ROWS, size) if placement == "host" else (ROWS // n, size // n)
             times[placement][str(size)], _ = time_steps(
-                take_step, generate_batches(rng, rows, rows_per_batch), settings["calls"], 1
+                take_step, generate_batches(rng, rows, rows_per_batch), settings["calls"], 1, probe
             )
-    return {"title": f"JAX {jax.__version__}", "results": times}
+    return {"title": f"JAX {jax.__version__}, {probe.describe()}", "results": times}
 
 
 # -- the ResNet of gpu_resnet ------------------------------------------------------------------------------------

@@ -2,9 +2,9 @@
 
 `synkhronos.all_reduce` is compared with NCCL alone in separate processes, and with ``--torch`` with
 `torch.distributed`: when many calls are queued, and when each is waited for.  Times are medians of three rounds, in
-which the sides take turns; those of Synkhronos are followed by the smallest and the largest round in microseconds.  The
-column "call" is the time until the call returns in the master, which does not wait.  Bus bandwidth is defined as in
-NCCL's own tests: 2 (n - 1) / n times the bytes, divided by the time.
+which the sides take turns, followed by the smallest and the largest round in microseconds.  The column "call" is the
+time until the call returns in the master, which does not wait.  Bus bandwidth is defined as in NCCL's own tests:
+2 (n - 1) / n times the bytes, divided by the time.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 import synkhronos as synk
 from benchmarks import make_parser
 from benchmarks._measure import (
+    HostProbe,
     ReferenceProcesses,
     Table,
     format_bytes,
@@ -55,9 +56,10 @@ def main() -> None:
     shared = library.shared(np.zeros(1, np.float32), "s")
     synk.function([], shared, updates=[(shared, shared)])()
     table = Table(
-        {"": 8, "call": 9, "queued": 23, **dict.fromkeys(references, 9), "share": 7, "GB/s": 5}
-        | {"waited": 23, **{f"{name} ": 9 for name in references}}
+        {"": 8, "call": 9, "queued": 23, **dict.fromkeys(references, 23), "share": 7, "GB/s": 5}
+        | {"waited": 23, **{f"{name} ": 23 for name in references}}
     )
+    probe = HostProbe()
     device = get_array_device(get_library(shared).borrow_value(shared))
 
     def wait() -> None:
@@ -80,6 +82,7 @@ def main() -> None:
         rounds: list[tuple[float, float]] = []
         reference_rounds: dict[str, list[list[float]]] = {name: [] for name in references}
         for _ in range(3):
+            probe.measure()
             for _ in range(10):
                 all_reduce_once()
             start = perf_counter()
@@ -90,26 +93,24 @@ def main() -> None:
             for name, reference in references.items():
                 reference_rounds[name].append(reference.measure("all_reduce", items))
         queued, waited = zip(*rounds, strict=True)
-        peer_times = {
-            name: [median(times) for times in zip(*values, strict=True)] for name, values in reference_rounds.items()
-        }
+        peer_rounds = {name: list(zip(*values, strict=True)) for name, values in reference_rounds.items()}
         bandwidth = 2 * (count - 1) / count * nbytes / median(queued) / 1e9
-        nccl_queued, nccl_waited = peer_times["NCCL"]
+        nccl_queued, nccl_waited = map(median, peer_rounds["NCCL"])
         ratios[nbytes] = median(queued) / nccl_queued, median(waited) / nccl_waited
         table.print_row(
             format_bytes(nbytes),
             format_duration(median(calls)),
             format_spread(queued),
-            *[format_duration(times[0]) for times in peer_times.values()],
+            *[format_spread(rounds[0]) for rounds in peer_rounds.values()],
             f"{1 / ratios[nbytes][0]:.3f}",
             f"{bandwidth:.0f}",
             format_spread(waited),
-            *[format_duration(times[1]) for times in peer_times.values()],
+            *[format_spread(rounds[1]) for rounds in peer_rounds.values()],
         )
     for reference in references.values():
         reference.close()
     synk.close()
-    print()
+    print(f"{probe.describe()}\n")
     smallest, largest = min(ratios), max(ratios)
     for nbytes, max_queued, max_waited in ((smallest, 2, 2.5), (largest, 1.05, 1.05)):
         for name, ratio, limit in zip(("queued", "waited for"), ratios[nbytes], (max_queued, max_waited), strict=True):

@@ -21,6 +21,7 @@ import numpy as np
 import synkhronos as synk
 from benchmarks import make_parser
 from benchmarks._measure import (
+    HostProbe,
     SideError,
     Table,
     format_duration,
@@ -104,12 +105,13 @@ def generate_batches(rng: np.random.Generator, rows: int, size: int) -> Iterator
 
 
 def time_steps(
-    take_steps: TakeSteps, batches: Iterator[np.ndarray], calls: int, steps_per_launch: int
+    take_steps: TakeSteps, batches: Iterator[np.ndarray], calls: int, steps_per_launch: int, probe: HostProbe
 ) -> tuple[list[float], float]:
     """Return a step's seconds in each of five rounds, and the last loss."""
     times = []
     loss = 0.0
     for _ in range(5):
+        probe.measure()
         for _ in range(3):
             loss = float(take_steps([next(batches) for _ in range(steps_per_launch)]))
         launches = [[next(batches) for _ in range(steps_per_launch)] for _ in range(max(1, calls // steps_per_launch))]
@@ -146,6 +148,7 @@ def main() -> None:
     count = require_gpus(options.ranks)
     print_heading(f"a training step of the MLP {'-'.join(map(str, LAYERS))} on 1 and on {count} GPUs")
     times: dict[tuple[str, int, int, int], float] = {}
+    probe = HostProbe()
     launch_sizes = dict.fromkeys((1, options.at_once))
     for n in dict.fromkeys((1, count)):
         synk.fork(n, use_gpu=True)
@@ -154,12 +157,12 @@ def main() -> None:
             for size in options.batches:
                 for steps_per_launch in launch_sizes:
                     batches = generate_batches(rng, rows, size if placement == "host" else size // n)
-                    rounds, loss = time_steps(take_steps, batches, options.calls, steps_per_launch)
+                    rounds, loss = time_steps(take_steps, batches, options.calls, steps_per_launch, probe)
                     times[placement, n, size, steps_per_launch] = median(rounds)
                     label = f"{n} GPUs, batch {size:5d} from {placement:4s}, {steps_per_launch:2d} at once"
                     print(f"{label}: {format_spread(rounds)}, loss {loss:.3f}", flush=True)
         synk.close()
-    print()
+    print(f"{probe.describe()}\n")
     table = Table({"batch": 6, "data": 5, "at once": 7, "1 GPU": 9, f"{count} GPUs": 9, "speed-up": 8})
     for size in options.batches:
         for placement in ("host", "GPU"):

@@ -92,9 +92,9 @@ class RankOutputs(NamedTuple):
         """
         if not rank.is_master:
             values = [None if op is None else v for v, op in zip(self.values, self.spec.ops, strict=False)]
-            return self._replace(values=values, compute_zero_rows=compute_no_outputs)
+            return RankOutputs(self.n_rows, values, self.spec)
         try:
-            return self._replace(values=self.values or self.compute_zero_rows(), compute_zero_rows=compute_no_outputs)
+            return RankOutputs(self.n_rows, self.values or self.compute_zero_rows(), self.spec)
         except Exception as error:
             deferred = error
 

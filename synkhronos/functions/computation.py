@@ -287,6 +287,12 @@ class Computation:
             if getattr(shared, "default_update", None) is not None and id(shared) not in excluded
         ]
 
+    @cached_property
+    def updated_sliceable(self) -> SharedVariable | None:
+        """The first of the sliceable shared variables that the function updates, or None."""
+        updated_ids = {id(shared) for shared, _ in self.updates + self.default_updates}
+        return next((shared for shared in self.sliceable_shareds if id(shared) in updated_ids), None)
+
     def _make_row_inputs(self, row_selector: RowSelector) -> tuple[list[Any], Callable[[Any], Any]]:
         """Return additional inputs, and a function that maps a shared variable to the rows that they select."""
         tensor = self.library.tensor

@@ -149,14 +149,13 @@ class Dispatcher:
             raise ValueError(f"batch_s: {computation.name} was made without sliceable_shareds")
         if not computation.sliceable_shareds or (batch_s is None and num_slices == 1):
             return None
-        for shared in computation.sliceable_shareds:
-            if any(shared is updated for updated, _ in computation.updates + computation.default_updates):
-                argument = "num_slices" if batch_s is None else "batch_s"
-                raise ValueError(
-                    f"{argument}: {computation.name} updates {shared.name!r}, which is one of its "
-                    "sliceable_shareds: the update would replace all rows by values of the selected rows; update "
-                    "another variable, or leave this one out of sliceable_shareds"
-                )
+        if computation.updated_sliceable is not None:
+            argument = "num_slices" if batch_s is None else "batch_s"
+            raise ValueError(
+                f"{argument}: {computation.name} updates {computation.updated_sliceable.name!r}, which is one of its "
+                "sliceable_shareds: the update would replace all rows by values of the selected rows; update "
+                "another variable, or leave this one out of sliceable_shareds"
+            )
         is_contiguous = batch_s is None or has_only_contiguous_slices(batch_s)
         can_slice = is_contiguous and not computation.engine.requires_static_shapes
         return RowSelector.SLICE if can_slice else RowSelector.INDEXES

@@ -71,6 +71,11 @@ def has_other_references(storage: list[Any]) -> bool:
     return getrefcount(storage[0]) > 2  # the list's reference, and the argument of getrefcount
 
 
+def find_referenced_storages(storages: Sequence[list[Any]]) -> list[list[Any]]:
+    """Return the storages for which `has_other_references` is true, without a call for each."""
+    return [storage for storage in storages if getrefcount(storage[0]) > 2]
+
+
 #: Functions that are called with the object, a shared variable and its old value after the user's ``set_value``.
 set_value_callbacks: WeakKeyDict[Any, Callable[[Any, SharedVariable, Any], None]] = WeakKeyDict()
 

@@ -5,8 +5,8 @@ Each rank counts the barriers of a command, and passes a barrier once every coun
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Self
 
 from synkhronos.ranks.agreement import (
     BARRIER_BITS,
@@ -138,14 +138,9 @@ class CommandBarriers:
         if self._deferred_signals is not None:
             self._deferred_signals.stop_deferring_if_late()
 
-    @contextlib.contextmanager
-    def defer_signals_until_late(self) -> Iterator[defer_signals]:
+    def defer_signals_until_late(self) -> defer_signals:
         """Defer signals as `defer_signals`, but for `MAX_DEFERRAL_SECONDS` at most if this rank waits for others."""
-        with defer_signals() as self._deferred_signals:
-            try:
-                yield self._deferred_signals
-            finally:
-                self._deferred_signals = None
+        return _DeferSignalsUntilLate(self)
 
     # -- failed commands -------------------------------------------------------------------------------------
 
@@ -191,3 +186,18 @@ class CommandBarriers:
         command_number = self.command_number
         self.wait_until_decided(command_number)
         return (self.read_last_common_barrier(command_number) or 0) >= number
+
+
+class _DeferSignalsUntilLate(defer_signals):  # not a generator's context manager, since each training step enters it
+    """The block of `CommandBarriers.defer_signals_until_late`."""
+
+    def __init__(self, barriers: CommandBarriers):
+        self._barriers = barriers
+
+    def __enter__(self) -> Self:
+        self._barriers._deferred_signals = super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._barriers._deferred_signals = None
+        super().__exit__(*error)

@@ -19,6 +19,9 @@ class Mailbox:
     def __init__(self, control: ControlMemory, link: Link, memory: MemoryTable):
         self._control, self._link, self._memory = control, link, memory
         self._pickle_cache: BoundedCache[Any, bytes] = BoundedCache(MAX_CACHED_COMMANDS)
+        #: The last command that is hashable, and so does not change, and its pickle.
+        self._last_command: Command | None = None
+        self._last_message = b""
 
     def post(self, command_number: int, command: Command) -> None:
         """Send a command: in the mailbox, or in a segment of its own if it is too long for that."""
@@ -37,6 +40,8 @@ class Mailbox:
 
     def _pickle(self, command: Command) -> bytes:
         """Return the pickled command, from a cache if it was sent before: a training loop repeats a few commands."""
+        if command is self._last_command:
+            return self._last_message
         # Commands of different classes may compare equal as tuples.
         key = type(command), command
         try:
@@ -47,6 +52,7 @@ class Mailbox:
             message = pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
             if len(message) <= MAX_CACHED_NBYTES:
                 self._pickle_cache[key] = message
+        self._last_command, self._last_message = command, message
         return message
 
     def _write(self, command_number: int, command: Command, message: bytes, location: ArrayLocation | None) -> None:

@@ -1,5 +1,8 @@
 """Training steps that XLA runs in one launch, one or many at once."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 from library import XLA, shared
@@ -10,6 +13,7 @@ import synkhronos as synk
 from synkhronos.devices.jax.scalar_log import LOG_CAPACITY
 from synkhronos.engines.xla.executable import Executable
 from synkhronos.engines.xla_engine import XlaEngine
+from synkhronos.functions import get_dispatcher
 from synkhronos.graph_libraries import get_library
 from synkhronos.training import make_train_function, make_train_function_serial
 from synkhronos.training.train_function.train_function import TrainFunction
@@ -110,6 +114,40 @@ def test_training_step_of_one_rank_is_one_launch(fork, launches):
         train(*data)
     assert launches == [1, 1, 1]
     np.testing.assert_allclose(np.asarray(w.get_value()), 1 - (1 - 2 * 0.1 / 3) ** 3, rtol=1e-6)
+
+
+def test_equal_steps_are_fused_once_until_the_update_is_compiled_again(fork, monkeypatch):
+    fork(1)
+    fuse_step, fused = XlaEngine.fuse_step, []
+    monkeypatch.setattr(XlaEngine, "fuse_step", lambda *arguments: fused.append(1) or fuse_step(*arguments))
+    (train, w), (serial_train, serial_w) = (
+        make_linear_model(make_train_function),
+        make_linear_model(make_train_function_serial),
+    )
+    rng = np.random.default_rng(0)
+
+    def take_steps(n_steps, rows):
+        fused.clear()
+        for _ in range(n_steps):
+            data = rng.normal(size=(rows, 3)), rng.normal(size=rows)
+            np.testing.assert_allclose(train(*data), serial_train(*data))
+        np.testing.assert_allclose(w.get_value(), serial_w.get_value())
+        return len(fused)
+
+    take_steps(2, 4)  # compiles
+    assert take_steps(5, 4) == 0
+    assert take_steps(3, 6) == 1  # another command
+    get_dispatcher(train.update).computation.compiled_variants.clear()
+    assert take_steps(3, 6) == 1
+
+    runner = weakref.ref(get_runner(train.gradient))
+    gc.collect()
+    gc.disable()
+    try:
+        train = None
+        assert runner() is None
+    finally:
+        gc.enable()
 
 
 def test_steps_that_cannot_be_fused_run_one_by_one(many_steps_a_launch, monkeypatch, two_ranks_per_test):

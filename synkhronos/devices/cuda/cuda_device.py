@@ -7,7 +7,6 @@ import os
 from abc import abstractmethod
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -151,10 +150,10 @@ class CudaDevice(Device):
         if self.is_on_gpu:
             self.staging.order_launch_after_copies()
 
-    def record_launch(self, results: Any) -> None:
+    def record_launch(self, results: Iterable[Array]) -> None:
         """Record that the last launch reads its input buffers until ``results`` are computed."""
         if not self.is_on_gpu:
             return
         if self.stream is None:
-            self.wait(results)
+            self.wait(list(results))
         self.staging.record_launch()

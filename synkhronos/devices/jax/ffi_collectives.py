@@ -145,11 +145,15 @@ class FfiCollectives:
         handlers, is_recordable = nccl_handlers.load_handlers(), self.nccl_call_mode == "graph"
         self._launch_shape = shape
         try:
-            with communicator.enable_native_calls(is_recordable) as state:
+            state = communicator.begin_native_calls(is_recordable)
+            try:
                 handlers.synkhronos_set_launch_state(state)
                 yield state
+            finally:
+                communicator.end_native_calls()
         finally:
             self._launch_shape = ()
+        communicator.check_native_calls(is_recordable)
         if not is_recordable and state.n_finished != n_collectives:
             raise RuntimeError(f"the launch made {state.n_finished} collectives, expected {n_collectives}")
 

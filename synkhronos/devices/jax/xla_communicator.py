@@ -9,8 +9,7 @@ Part of a gradient can be reduced on a second stream while the rest is still com
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, assert_never
 
 from synkhronos.devices.cuda.gpu_context import unwrap_cuda_result
@@ -44,12 +43,10 @@ class XlaCommunicator(NcclCommunicator):
         """Number of the current connection's NCCL communicator, unique in this process."""
         return self._connection.communicator_number
 
-    @contextlib.contextmanager
-    def enable_native_calls(self, is_recordable: bool) -> Iterator[LaunchState]:
-        """Let the handlers of the launch in the ``with`` block call NCCL without Python.  Yield the state for them.
+    def begin_native_calls(self, is_recordable: bool) -> LaunchState:
+        """Let the handlers of the next launch call NCCL without Python, until `end_native_calls`.
 
-        With ``is_recordable``, XLA may record the launch as a CUDA graph.  RuntimeError is raised if NCCL or CUDA has
-        failed, or the connection was aborted.
+        Return the state for them.  With ``is_recordable``, XLA may record the launch as a CUDA graph.
         """
         connection = self._connection
         state = connection.launch_state
@@ -59,14 +56,20 @@ class XlaCommunicator(NcclCommunicator):
             state.side_stream, state.event = self._gpu.side_stream, int(self._gpu.event)
         self._mark_started()
         connection.may_be_recorded = connection.may_be_recorded or is_recordable
-        with self._nccl_lock:
-            state.reset()
-            try:
-                yield state
-            finally:
-                state.is_active = 0
+        self._nccl_lock.acquire()
+        state.reset()
+        return state
+
+    def end_native_calls(self) -> None:
+        """End the calls of a launch, also after an error."""
+        self._connection.launch_state.is_active = 0
+        self._nccl_lock.release()
+
+    def check_native_calls(self, is_recordable: bool) -> None:
+        """Raise RuntimeError if NCCL or CUDA has failed in the last launch, or the connection was aborted."""
+        state = self._connection.launch_state
         if state.failure_kind or is_recordable:
-            connection.check_connected()  # a recorded launch can't detect an abort
+            self._connection.check_connected()  # a recorded launch can't detect an abort
         state.raise_if_failed()
 
     def enqueue_on_side_stream(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from synkhronos.devices.jax.scalar_log import LOG_CAPACITY, ScalarLog
 from synkhronos.engines.engine import Runner
 from synkhronos.engines.xla.trace import trace_functions, trace_loop
 from synkhronos.engines.xla.traced_exchange import ExchangeSpec
-from synkhronos.graph_libraries.library import get_storage, has_other_references
+from synkhronos.graph_libraries.library import find_referenced_storages, get_storage
 from synkhronos.lowering.jax_function import JaxFunction
 from synkhronos.lowering.precision import COMPILER_OPTIONS, is_bfloat16_requested
 from synkhronos.ranks.interrupts import defer_signals
@@ -196,10 +195,9 @@ class Executable(Runner):
                     storage[0] = JAX.from_numpy(storage[0])
             self._is_compiled = False
             self._array_types = [getattr(storage[0], "aval", None) for storage in self._storages]
-        for storage in self._donated_storages:
-            if has_other_references(storage):
-                with defer_signals():  # as in ScalarLog.__init__
-                    storage[0] = self._copy_array(storage[0])
+        for storage in find_referenced_storages(self._donated_storages):
+            with defer_signals():  # as in ScalarLog.__init__
+                storage[0] = self._copy_array(storage[0])
         if self._scalar_log is not None and (self._is_launching or not self._scalar_log.has_capacity(self.n_repeats)):
             self._scalar_log = ScalarLog(self._logged_dtypes)
         arguments = self._get_arguments(inputs)
@@ -208,9 +206,11 @@ class Executable(Runner):
         # entries.  Then the next launch gets a new log.
         self._is_launching = True
         try:
-            # An interrupt in JAX's Python code could discard the new values after the old ones are deleted.
-            with contextlib.nullcontext() if self._is_compiled else defer_signals():
+            if self._is_compiled:
                 self._launch(arguments)
+            else:  # an interrupt in JAX's Python code could discard the new values after the old ones are deleted
+                with defer_signals():
+                    self._launch(arguments)
             self._is_compiled = not self._has_lengths
         finally:
             del arguments  # an error's traceback would keep the arrays alive
@@ -225,7 +225,7 @@ class Executable(Runner):
     def _pop_results(self) -> list[Any]:
         """Return the outputs of the last launch, and clear their storages."""
         if self._n_inputs:
-            JAX.record_launch([storage[0] for storage in (*self._output_storages, *self._updated_storages)])
+            JAX.record_launch(storage[0] for storage in (*self._output_storages, *self._updated_storages))
         results = [storage[0] for storage in self._output_storages]
         for storage in self._output_storages:
             storage[0] = None  # frees the memory before the next call

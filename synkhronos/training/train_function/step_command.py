@@ -23,17 +23,19 @@ Not fused                          Those of `AllReduce.reduce_and_run`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from synkhronos.collectives.all_reduce_command import AllReduce, AllReducePlan
 from synkhronos.collectives.commands import VariableReplica, prepare_replicas
-from synkhronos.containers import BoundedCache
+from synkhronos.containers import BoundedCache, WeakKeyDict
 from synkhronos.devices import NUMPY, get_array_device, get_rank_device
 from synkhronos.devices.communicator import Communicator
 from synkhronos.engines import GradientExchange, Runner, StepShards
 from synkhronos.functions.call import Call, RankCall
+from synkhronos.functions.computation import CompiledVariant, Computation
 from synkhronos.graph_libraries import get_library
 from synkhronos.graph_libraries.library import CompileOrder
 from synkhronos.ranks import Command, Rank
@@ -85,17 +87,35 @@ class StepCommand(_StepCommandFields, Command):
     def run(self, rank: Rank) -> tuple[Any, Any] | None:
         """Take the steps.  Return the outputs of both functions, or None if some rank can't fuse several steps."""
         gradient_rank_call = self.gradient_call.compile_and_bind(rank)
+        fused_runner = self._find_last_runner(rank, gradient_rank_call)
+        if fused_runner is not None:
+            return gradient_rank_call.run(fused_runner), []
         update_rank_call = self.update_call.compile_and_bind(rank)
-        fused_runner = None
         if self.every_rank_has_rows:
             fused_runner = fuse_calls(
                 rank, self, gradient_rank_call, [update_rank_call], self.n_steps, self.skips_plan_check
             )
         if fused_runner is not None:
+            if self.skips_plan_check or rank.size == 1:
+                last_steps = rank.registry.get_or_create(_LastFusedSteps)
+                last_step = _LastFusedStep(self, update_rank_call.compiled, fused_runner)
+                last_steps[gradient_rank_call.compiled.runner] = last_step
             return gradient_rank_call.run(fused_runner), []
         if self.n_steps > 1:
             return None
         return self._run_in_parts(rank, gradient_rank_call, update_rank_call)
+
+    def _find_last_runner(self, rank: Rank, gradient_rank_call: RankCall) -> Runner | None:
+        """Return the fused runner of the last step, if it was one of this very command and can be repeated, or None.
+
+        `prepare_exchange` finds out whether the gradient's variable has changed.
+        """
+        last = rank.registry.get_or_create(_LastFusedSteps).get(gradient_rank_call.compiled.runner)
+        if last is None or last.command is not self:
+            return None
+        computation: Computation = rank.get_object(self.update_call.computation_key)
+        is_same = computation.compiled_variants.get(self.update_call.variant) is last.update_variant
+        return last.runner if is_same and gradient_rank_call.has_rows else None
 
     def _run_in_parts(self, rank: Rank, gradient_rank_call: RankCall, update_rank_call: RankCall) -> tuple[Any, Any]:
         """Run the gradient, the all-reduce and the update one after another.  Return both functions' outputs."""
@@ -126,20 +146,41 @@ class StepCommand(_StepCommandFields, Command):
     def prepare_exchange(self, rank: Rank) -> tuple[Communicator, tuple[int, ...]]:
         """Return the communicator of the all-reduce, and the gradient's shape, which is the same on all ranks."""
         plans = rank.registry.get_or_create(_FusedStepPlans)
-        if self.skips_plan_check:
-            plan, _ = plans[self.all_reduce_command]
-            if not plan.is_valid(rank):
-                raise RuntimeError(f"rank {rank.number} has another gradient or connection than in the last step")
-        else:
+        last = plans.get(self.all_reduce_command)
+        if not self.skips_plan_check:
             plan = self.all_reduce_command.agree_on_plan(rank)
-        plans[self.all_reduce_command] = plan, rank.command_number
+            plans[self.all_reduce_command] = _FusedStepPlan(plan, rank.command_number)
+        elif last is not None and last.plan.is_valid(rank):
+            plan, last.command_number = last.plan, rank.command_number
+        else:
+            raise RuntimeError(f"rank {rank.number} has another gradient or connection than in the last step")
         (variable,) = plan.variables
         shape, _ = variable.layout
         return variable.communicator, shape
 
 
-class _FusedStepPlans(BoundedCache[AllReduce, tuple[AllReducePlan, int]]):
-    """Plan of the last fused step of each all-reduce, and the number of the step's command.
+class _LastFusedStep(NamedTuple):
+    """The last step of a gradient's runner: the command, the compiled update, and the fused runner."""
+
+    command: StepCommand
+    update_variant: CompiledVariant
+    runner: Runner
+
+
+class _LastFusedSteps(WeakKeyDict[Runner, _LastFusedStep]):
+    """Last fused step of each gradient's runner.  It is repeated without fusing anew, as in a training loop."""
+
+
+@dataclass(slots=True)
+class _FusedStepPlan:
+    """Plan of the last fused step of an all-reduce, and the number of the step's command."""
+
+    plan: AllReducePlan
+    command_number: int
+
+
+class _FusedStepPlans(BoundedCache[AllReduce, _FusedStepPlan]):
+    """Plan of the last fused step of each all-reduce.
 
     If no command has failed since, all ranks have this plan and have fused the step.  So the next step may skip both
     comparisons, of digests and of whether each rank can fuse the step.  The plans that `AllReduce.agree_on_plan`
@@ -154,8 +195,8 @@ def can_skip_plan_check(rank: Rank, all_reduce_command: AllReduce) -> bool:
     A rank's plan changes with the master's, or after a failed command.  If it has changed on a worker alone, the
     worker fails before its launch, and the watchdog aborts the others' launches.  No rank's parameters change.
     """
-    plan, command_number = rank.registry.get_or_create(_FusedStepPlans).get(all_reduce_command, (None, 0))
-    return plan is not None and command_number > rank.barriers.last_failed_command and plan.is_valid(rank)
+    last = rank.registry.get_or_create(_FusedStepPlans).get(all_reduce_command)
+    return last is not None and last.command_number > rank.barriers.last_failed_command and last.plan.is_valid(rank)
 
 
 def fuse_calls(

@@ -83,6 +83,7 @@ class TrainFunction:
         self._build_functions(graph)
         self._graph = graph
         self._exchange_dtype = exchange_dtype
+        self._last_command: StepCommand | None = None
 
     def _build_functions(self, graph: TrainingGraph) -> None:
         """Make the functions, and the variables of a sharded optimizer, for the present number of ranks."""
@@ -421,16 +422,19 @@ class TrainFunction:
         """Make the command of steps with an unsharded optimizer."""
         all_reduce = prepare_command(session, self.grad_shared, AllReduce, ("avg", True))
         can_fuse = every_rank_has_rows and not gradient_call.is_sliced
-        return StepCommand(
+        command = StepCommand(
             gradient_call,
             all_reduce,
             update_call,
             self._exchange_dtype,
-            n_tail_items=self._n_tail_items,
-            n_steps=n_steps,
-            every_rank_has_rows=every_rank_has_rows,
-            skips_plan_check=can_fuse and can_skip_plan_check(session.rank, all_reduce),
+            self._n_tail_items,
+            n_steps,
+            every_rank_has_rows,
+            can_fuse and can_skip_plan_check(session.rank, all_reduce),
         )
+        if command != self._last_command:
+            self._last_command = command
+        return self._last_command  # equal steps are one object, which ranks recognize
 
     def _make_sharded_step_command(
         self, session: ranks.Session, gradient_call: Call, update_calls: Sequence[Call], n_steps: int
@@ -456,13 +460,14 @@ class TrainFunction:
             return min(gradient_call.n_total_rows, session.size)
         selections = gradient_call.batch_s or (slice(None),) * session.size
         lengths = [0] * session.size
-        if any(isinstance(selection, slice) for selection in selections):
+        if slice in map(type, selections):
             layouts = session.run(GetLayouts(distribute_variables(session, self._graph.sliceable)))
             lengths = [min(shape[0] for shape, _ in shapes) for shapes in zip(*layouts, strict=True)]
-        return sum(
-            bool(range(length)[selection] if isinstance(selection, slice) else selection.shape[0])
+        counts = [
+            len(range(length)[selection]) if isinstance(selection, slice) else selection.shape[0]
             for selection, length in zip(selections, lengths, strict=True)
-        )
+        ]
+        return len(counts) - counts.count(0)
 
 
 def make_train_function(

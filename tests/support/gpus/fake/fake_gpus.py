@@ -97,6 +97,7 @@ def install():
     def launched_and_done(self, results):
         import jax
 
+        results = list(results)
         jax.block_until_ready([leaf for leaf in jax.tree.leaves(results) if isinstance(leaf, jax.Array)])
         launched(self, results)
 
