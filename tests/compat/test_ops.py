@@ -607,6 +607,16 @@ def test_crossentropy_of_a_class_out_of_range_is_no_number(wrong_class):
         np.testing.assert_array_equal(np.isnan(loss), [False, True])
 
 
+@pytest.mark.parametrize(
+    ("dtype", "n_classes", "wrong_class"), [("int8", 200, -1), ("uint32", 3, 2**32 - 1), ("int64", 3, 2**32 + 1)]
+)
+def test_no_dtype_turns_a_class_out_of_range_into_another_in_xla(dtype, n_classes, wrong_class):
+    p, classes = pt.dmatrix(), pt.vector(dtype=dtype)
+    values = np.full((2, n_classes), 0.5), np.array([0, wrong_class], dtype)
+    loss = compute_in_mode("JAX", [p, classes], crossentropy(p, classes), *values)
+    np.testing.assert_array_equal(np.isnan(loss), [False, True])
+
+
 def test_crossentropy_accepts_all_integers():
     p = np.array([[0.25, 0.75]])
     for dtype in ("int8", "uint64"):

@@ -135,6 +135,8 @@ def _lower_class_crossentropy(op: ClassCrossentropy, p: Any, classes: Any) -> An
     import jax.numpy as jnp
 
     op.check_row_counts(p, classes)
-    indexes = jnp.where(classes < 0, p.shape[1], classes)  # JAX would count a negative index from the end
+    # JAX counts a negative index from the end, and casts others to int32.  A narrow dtype can't hold p.shape[1].
+    indexes = classes.astype(int)
+    indexes = jnp.where((indexes >= 0) & (indexes < p.shape[1]), indexes, p.shape[1])
     selected = jnp.take_along_axis(p, indexes[:, None], axis=1, mode="fill", fill_value=jnp.nan)[:, 0]
     return -selected if op.takes_log_probabilities else -jnp.log(selected)
