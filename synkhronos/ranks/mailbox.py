@@ -19,7 +19,7 @@ class Mailbox:
     def __init__(self, control: ControlMemory, link: Link, memory: MemoryTable):
         self._control, self._link, self._memory = control, link, memory
         self._pickle_cache: BoundedCache[Any, bytes] = BoundedCache(MAX_CACHED_COMMANDS)
-        #: The last command that is hashable, and so does not change, and its pickle.
+        #: The last command whose pickle is in the cache, and this pickle.
         self._last_command: Command | None = None
         self._last_message = b""
 
@@ -50,8 +50,9 @@ class Mailbox:
             return pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
         if message is None:
             message = pickle.dumps(command, pickle.HIGHEST_PROTOCOL)
-            if len(message) <= MAX_CACHED_NBYTES:
-                self._pickle_cache[key] = message
+            if len(message) > MAX_CACHED_NBYTES:
+                return message
+            self._pickle_cache[key] = message
         self._last_command, self._last_message = command, message
         return message
 

@@ -1,9 +1,11 @@
 """Commands: exchanges between ranks, caches, close, commands that run others."""
 
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
 from dataclasses import dataclass
 
 import pytest
@@ -12,7 +14,7 @@ from system import time_limit
 
 from synkhronos import ranks
 from synkhronos.ranks import Command
-from synkhronos.ranks.command import MAX_CACHED_COMMANDS
+from synkhronos.ranks.command import MAX_CACHED_COMMANDS, MAX_CACHED_NBYTES
 from synkhronos.ranks.control_memory import MAILBOX_NBYTES, SLOT_NBYTES
 from synkhronos.ranks.rank import _MAX_CACHED_PICKLES
 
@@ -61,6 +63,15 @@ def test_cache_of_commands_is_bounded(session_of_two):
         assert session_of_two.run(GatherPayloadLength(bytes(i))) == (i, [i, i])
         lengths.append(len(session_of_two._mailbox._pickle_cache))
     assert max(lengths) == MAX_CACHED_COMMANDS
+
+
+def test_long_command_is_not_kept(session_of_two):
+    command = GatherPayloadLength(bytes(MAX_CACHED_NBYTES))
+    session_of_two.run(command)
+    reference = weakref.ref(command)
+    del command
+    gc.collect()
+    assert reference() is None
 
 
 def test_cache_of_pickled_values_is_bounded(session_of_two):
