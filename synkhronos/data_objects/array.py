@@ -305,13 +305,18 @@ class Data:
         size = math.prod(shape)
         if size > self.alloc_size or segment is None:
             segment = self._session.memory.create_segment(math.ceil(size * oversize) * self._dtype.itemsize)
-        array = segment.view_array(shape, self._dtype)
-        if keep_rows and self._ndim:
-            n_kept = min(len(old), len(array)) if old.shape[1:] == shape[1:] else 0
-            if n_kept and old.ctypes.data != array.ctypes.data:
-                array[:n_kept] = old[:n_kept]
-            array[n_kept:] = 0
-        self._set_memory(segment, array)
+        try:
+            array = segment.view_array(shape, self._dtype)
+            if keep_rows and self._ndim:
+                n_kept = min(len(old), len(array)) if old.shape[1:] == shape[1:] else 0
+                if n_kept and old.ctypes.data != array.ctypes.data:
+                    array[:n_kept] = old[:n_kept]
+                array[n_kept:] = 0
+            self._set_memory(segment, array)
+        except BaseException:  # an interrupt, most likely while rows are copied
+            if segment is not self._segment:
+                self._session.memory.release("segment", segment.key)
+            raise
         return array
 
     def _set_memory(self, segment: ranks.Segment, array: np.ndarray) -> None:

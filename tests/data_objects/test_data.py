@@ -17,6 +17,7 @@ from messages import raises
 from system import list_children
 
 import synkhronos as synk
+from synkhronos import ranks
 from synkhronos.ranks.memory_table import MemoryTable
 from synkhronos.ranks.segments import SegmentTable
 
@@ -635,9 +636,11 @@ def test_interrupted_growth_leaves_the_array_that_ranks_read(monkeypatch, cls, n
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cls, name, call_and_interrupt)
+    n_segments = len(ranks.get_session().rank.segments)
     with pytest.raises(KeyboardInterrupt):
         d.set_length(5000)
     monkeypatch.undo()
+    assert len(ranks.get_session().rank.segments) == n_segments
     assert f(d) == d.data.sum() == 3
     d.set_value(np.full(3, 2.0))
     assert f(d) == 6
