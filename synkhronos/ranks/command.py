@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -88,6 +87,13 @@ class OversizedCommand(Command):
         return command.run(rank)
 
 
+class _DiscardingWriter:
+    """File whose content is discarded: a pickler passes long values to it without a copy."""
+
+    def write(self, content: object) -> None:
+        """Discard the content."""
+
+
 class _RowAccessFinder(pickle.Pickler):
     """Pickler that finds the row accesses of a command, for the parameters of `Command.find_row_accesses`.
 
@@ -95,7 +101,7 @@ class _RowAccessFinder(pickle.Pickler):
     """
 
     def __init__(self, command: Command, size: int, host_ranks: range):
-        super().__init__(io.BytesIO(), pickle.HIGHEST_PROTOCOL)
+        super().__init__(_DiscardingWriter(), pickle.HIGHEST_PROTOCOL)
         self._command, self._size, self._host_ranks = command, size, host_ranks
         self.accesses: list[RowAccess] = []
 

@@ -1,7 +1,10 @@
 """The shared memory that a command accesses, which other hosts need before they run it."""
 
+import tracemalloc
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from synkhronos.functions.call import Call, ScatteredInput
 from synkhronos.ranks import ArrayLocation, Command, RowAccess
@@ -50,6 +53,16 @@ def test_command_accesses_all_arrays_in_its_pickle_by_default():
     cyclic = WithAttributes([A])
     cyclic.value.append(cyclic.value)
     assert list(cyclic.find_row_accesses(2, range(1, 2))) == [RowAccess(A)]
+
+
+def test_row_accesses_are_found_without_a_copy_of_the_command():
+    command = WithAttributes([bytes(1 << 22), np.ones(1 << 19), A])
+    tracemalloc.start()
+    try:
+        assert list(command.find_row_accesses(2, range(1, 2))) == [RowAccess(A)]
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_call_accesses_the_rows_of_its_ranks():
