@@ -119,12 +119,16 @@ class Call(_CallFields, Command):
         return RankCall(self, computation, computation.get_or_compile(self.variant), rank)
 
     def _compile(self, computation: Computation, rank: Rank) -> None:
-        """Compile the variant, in the order of ranks that the library requires."""
+        """Compile the variant, in the order of ranks that the library requires.
+
+        The library's configuration, such as PyTensor's linker, and thus the order, may differ between ranks.
+        """
+        is_master_first = any(rank.all_gather_if_different(computation.compile_order == CompileOrder.MASTER_FIRST))
         if rank.is_master:
             work = "rewriting the graph of" if computation.compile_order == CompileOrder.AT_FIRST_CALL else "compiling"
             with warn_if_slow(f"{work} {computation.name}"):
                 computation.get_or_compile(self.variant)
-        if computation.compile_order == CompileOrder.MASTER_FIRST:
+        if is_master_first:
             rank.barrier()
         computation.get_or_compile(self.variant)
 

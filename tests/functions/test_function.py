@@ -17,6 +17,7 @@ import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.engines.outputs import MAX_SMALL_NBYTES
 from synkhronos.graph_libraries import get_library
+from synkhronos.graph_libraries.library import CompileOrder
 from synkhronos.ranks.control_memory import SCRATCH_NBYTES
 
 pytestmark = pytest.mark.usefixtures("rewrites")
@@ -435,6 +436,18 @@ def test_first_call_is_ordered_on_all_ranks_if_one_writes_the_disk_cache(monkeyp
         with time_limit():
             assert f(np.ones(n_rows)) == n_rows
     np.testing.assert_array_equal(synk.gather(w), sums)
+
+
+@pytest.mark.parametrize("order", CompileOrder)
+def test_first_call_is_ordered_on_all_ranks_if_the_order_of_one_differs(monkeypatch, order, two_ranks_per_test):
+    # In the master alone, as after a change of PyTensor's setting linker.
+    library = type(get_library(T.dvector()))
+    monkeypatch.setattr(library, "choose_compile_order", lambda self, mode: order)
+    monkeypatch.setattr(library, "writes_cache_at_first_call", lambda self, function: False)
+    x = T.dvector("x")
+    f = synk.function([x], (x.sum(), "sum"))
+    with time_limit():
+        assert [f(np.ones(n)) for n in (4, 1)] == [4, 1]
 
 
 def test_functions_share_variables(two_ranks_per_test):
