@@ -28,8 +28,8 @@ class GoSGD(ExchangeRule):
 
     Each rank has one mailbox in shared memory.  A sender merges its message into it by the same formula, under a lock,
     so a mailbox never overflows.  Invariants: the weights of ranks and mailboxes add up to 1, and no exchange changes
-    the weighted mean of their vectors.  A rank that has sent hundreds of messages, and received
-    none, sends again after it has received one.
+    the weighted mean of their vectors.  A rank that has sent hundreds of messages, and received none, sends again after
+    it has received one.
 
     Parameters
     ----------
