@@ -167,7 +167,10 @@ class Gpu:
         self.pending_operations = []
         self.barriers = self
         self.stream = self.copy_stream_handle = 7
-        self.next_number, self.arrived, self.host_valid_flag = 3, 0, np.zeros(1, np.int32)
+        self.next_number, self.arrived = 3, 0
+        self.host_valid_flag, self.host_mark = np.zeros(1, np.int32), np.zeros(1, np.int32)
+        #: Marks that the stream writes when its earlier work is done.
+        self.pending_marks = []
         self.array_device = self
         self.CUresult = types.SimpleNamespace(CUDA_SUCCESS=DONE, CUDA_ERROR_NOT_READY=NOT_READY)
         #: Results of the next queries of the stream.
@@ -180,6 +183,10 @@ class Gpu:
         if self.query_results:
             self.state = self.query_results.pop(0)
         return (self.state,)
+
+    def write_mark(self, stream, mark):
+        assert stream == 7
+        self.pending_marks.append(mark)
 
     def set_current_gpu(self):
         self.entered += 1
@@ -316,6 +323,40 @@ def test_failed_command_aborts_its_collectives(connected):
     assert gpu.aborted == 1 and communicator.generation == 0
     resolve(5)
     assert gpu.aborted == 1
+
+
+@pytest.mark.parametrize("ending", ["the GPU has written the mark", "a peer has died"])
+def test_failed_command_aborts_nothing_of_earlier_commands(connected, ending):
+    communicator, gpu = connected()
+    start_all_reduce(communicator, gpu, command=4)
+    communicator.wait_until_started()
+    assert not gpu.pending_marks
+    start_all_reduce(communicator, gpu, command=5)  # while the first one is in progress
+    (mark,) = gpu.pending_marks
+    assert mark != gpu.host_mark[0]
+    gpu.arrived = 0
+    resolve = threading.Thread(target=gpu.pending_operations[0].resolve_failed_command, args=(5,))
+    resolve.start()
+    resolve.join(0.05)
+    assert resolve.is_alive() and not gpu.aborted
+    if ending == "a peer has died":
+        gpu.is_dead = True
+    else:
+        gpu.host_mark[0] = mark
+    resolve.join(5)
+    assert not resolve.is_alive() and gpu.aborted
+
+
+def test_differing_digests_abort_nothing_of_earlier_commands(connected):
+    communicator, gpu = connected()
+    start_all_reduce(communicator, gpu, command=4)
+    communicator.wait_until_started()
+    start_all_reduce(communicator, gpu, command=5)
+    aborted_at = []
+    gpu.abort = lambda: aborted_at.append(int(gpu.host_mark[0]))
+    threading.Timer(0.05, gpu.host_mark.fill, gpu.pending_marks).start()
+    communicator.abort()
+    assert aborted_at == gpu.pending_marks
 
 
 def test_master_aborts_nccl_after_a_worker_died(connected):

@@ -50,6 +50,17 @@ def make_filled_variable(dtype, shape=(3, 5)):
     return w, values
 
 
+def make_busy_function():
+    """Return a function that keeps every rank's GPU busy for some tenths of a second, and does not wait for it."""
+    matrix = shared(np.full((4096, 4096), 1 / 4096), "matrix")
+    product = matrix
+    for _ in range(200):
+        product = product.dot(matrix)
+    keep_busy = synk.function([], updates=[(matrix, product)])
+    keep_busy()  # compiles it
+    return keep_busy
+
+
 def check_ranks_work():
     """Check the results of calls and collectives."""
     x = T.dvector("x")

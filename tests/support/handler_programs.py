@@ -68,7 +68,13 @@ def connect():
     )
     array_device = types.SimpleNamespace(stream=7)
     gpu = types.SimpleNamespace(
-        array_device=array_device, driver=driver, side_stream=SIDE, event=EVENT, host_valid_flag=np.zeros(1, np.int32)
+        array_device=array_device,
+        driver=driver,
+        side_stream=SIDE,
+        event=EVENT,
+        host_valid_flag=np.zeros(1, np.int32),
+        host_mark=np.zeros(1, np.int32),
+        write_mark=lambda stream, mark: None,
     )
     gpu.set_current_gpu = lambda: None
     rank = types.SimpleNamespace(

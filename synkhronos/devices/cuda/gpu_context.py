@@ -44,8 +44,10 @@ class GpuContext:
         Handle of ``copy_stream``.
     event : cuda.bindings.driver.CUevent
         Event that `order_after` uses in every call.
-    host_valid_flag : ndarray of int32
-        Page-locked memory, which the GPU can read.  The first item is the ``valid_flag`` of `NcclConnection`.
+    host_valid_flag : ndarray of int32, shape (1,)
+        The ``valid_flag`` of the `NcclConnection` of all ranks, in page-locked memory, which the GPU reads.
+    host_mark : ndarray of int32, shape (1,)
+        Number in page-locked memory that `write_mark` lets the GPU write.
     """
 
     def __init__(self, array_device: Any):
@@ -60,8 +62,10 @@ class GpuContext:
         self.copy_stream = self.device.create_stream(options=StreamOptions(priority=-1))
         self.copy_stream_handle = int(self.copy_stream.handle)
         self.event = unwrap_cuda_result(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
-        self.host_valid_flag = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.int32)
-        self.pin_pages(self.host_valid_flag.ctypes.data, self.host_valid_flag.nbytes)
+        page = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.int32)
+        self.pin_pages(page.ctypes.data, page.nbytes)
+        self.host_valid_flag, self.host_mark = page[0:1], page[1:2]
+        self._mark_address = unwrap_cuda_result(driver.cuMemHostGetDevicePointer(self.host_mark.ctypes.data, 0))
 
     @cached_property
     def side_stream(self) -> int:
@@ -93,6 +97,10 @@ class GpuContext:
         """Make a stream wait for the work enqueued so far on another stream."""
         unwrap_cuda_result(self.driver.cuEventRecord(self.event, earlier_stream))
         unwrap_cuda_result(self.driver.cuStreamWaitEvent(stream, self.event, 0))
+
+    def write_mark(self, stream: int, mark: int) -> None:
+        """Let the GPU write a number into `host_mark` once the work enqueued so far on a stream is done."""
+        unwrap_cuda_result(self.driver.cuStreamWriteValue32(stream, self._mark_address, mark, 0))
 
     def allocate_scratch(self, nbytes: int) -> int:
         """Free the last block of scratch memory on the GPU, and return the address of a new one."""

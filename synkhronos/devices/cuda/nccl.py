@@ -92,9 +92,10 @@ class NcclCommunicator(SpeculativeCommunicator):
         """Connect ``members``, unless their ``generations`` show that they share a connection."""
         if self.generation and set(generations) == {self.generation}:
             return
+        # The other ranks' part in earlier collectives is done; and earlier work must not count against the timeout of
+        # the connection.
+        self._wait_for_earlier_work()
         self._watchdog.abort(self._connection)
-        self._gpu.set_current_gpu()
-        self._wait_until_idle()  # earlier work must not count against the timeout of the connection
         self._connection.connect(max(generations) + 1, members, all_gather)
 
     def wait_until_started(self) -> None:
@@ -126,7 +127,7 @@ class NcclCommunicator(SpeculativeCommunicator):
             self.record_pending_writes()
         elif is_idle and not self._watchdog.has_lost_peer:
             self._watchdog.writes_in_place = False  # earlier writes are complete
-        self._watchdog.mark_started(self._connection)
+        self._watchdog.mark_started(self._connection, is_idle)
         with self._nccl_lock:
             handle = self._connection.get_handle()
             self._nccl.all_reduce(address, target, n_items, dtype, NCCL_OPS[op], handle, self._stream)
@@ -167,7 +168,7 @@ class NcclCommunicator(SpeculativeCommunicator):
 
     def abort(self) -> None:
         self._enqueued_nbytes = 0
-        self._watchdog.abort(self._connection)
+        self._watchdog.abort_pending()
 
     # -- blocking operations ---------------------------------------------------------------------------------
 
@@ -248,7 +249,7 @@ class NcclCommunicator(SpeculativeCommunicator):
         """Enqueue an operation on an idle stream, and wait for its completion.  An exception aborts the connection."""
         self._wait_for_earlier_work()
         try:
-            self._watchdog.mark_started(self._connection)
+            self._watchdog.mark_started(self._connection, is_idle=True)
             with self._nccl_lock:
                 enqueue(self._connection.get_handle())
             self._wait_until_idle()

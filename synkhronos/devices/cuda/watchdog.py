@@ -11,7 +11,7 @@ them::
                              │  wait_until_started: wait for all ─────>
                              │  notify_started: arrive without waiting │
                              │                                         │
-       a rank fails before   │                                         │  a peer exits
+       a rank fails before   │  wait for earlier collectives           │  a peer exits
        all have started      v                                         v  (master's thread only)
        (command failed)  aborted: `NcclConnection.abort`; the GPU continues with undefined results
                          (also `ABORT_TIMEOUT_SECONDS` after a failure, for any reason)
@@ -19,6 +19,10 @@ them::
 The ranks agree on whether all have started (`synkhronos.ranks.agreement`), so either all abort a collective or none
 does.  A rank checks in `wait_until_started`, and at the end of a failed command (`resolve_failed_command`).  A thread
 checks, too, since a rank that waits for its GPU does not notice a failure.
+
+An abort ends all of a connection's collectives.  Safe ones may still be in progress when the next ones start, so the
+GPU writes a mark between them (`GpuContext.write_mark`), for which an abort waits.  The mark is in host memory, since
+calls of CUDA block while another thread's call does.
 
 Invariant: at most one of a rank's connections has work on the stream.  Blocking operations (all but ``all_reduce`` of
 all ranks) start on an idle stream.  The active connection is aborted first: the abort of another one frees memory on
@@ -62,6 +66,8 @@ class CollectiveWatchdog(PendingOperation):
         self._thread: threading.Thread | None = None
         self._query_thread: threading.Thread | None = None
         self._stop = threading.Event()
+        #: Mark that the GPU writes before the pending collectives.
+        self._mark = int(gpu.host_mark[0])
         #: Last command in which this rank completed a blocking collective that others may not have started.
         self._completed_command_number = 0
         self.mark_idle()
@@ -79,10 +85,25 @@ class CollectiveWatchdog(PendingOperation):
             self.mark_idle()
             (connection or self.active_connection).abort()
 
+    def abort_pending(self) -> None:
+        """Abort the pending collectives, once the safe ones before them are complete."""
+        with defer_signals():
+            deadline = perf_counter() + ABORT_TIMEOUT_SECONDS
+            while self._gpu.host_mark[0] != self._mark and not self._rank.has_peer_died() and perf_counter() < deadline:
+                time.sleep(GPU_POLL_SECONDS)
+            self.abort()
+
     # -- calls from a command --------------------------------------------------------------------------------
 
-    def mark_started(self, connection: NcclConnection) -> None:
-        """Record that a connection enqueues work on the stream now, and start the thread at the first call."""
+    def mark_started(self, connection: NcclConnection, is_idle: bool = False) -> None:
+        """Record that a connection enqueues work on the stream now, and start the thread at the first call.
+
+        ``is_idle`` means that the stream is known to be idle.
+        """
+        has_earlier_work = self._pending_command_number not in (0, self._rank.command_number)
+        if (has_earlier_work or math.inf > self._started_barrier_number > 0) and not is_idle:
+            self._mark = (self._mark + 1) % (1 << 31)
+            self._gpu.write_mark(self._stream, self._mark)
         self.active_connection = connection
         self._pending_command_number = self._rank.command_number
         self._started_barrier_number = math.inf
@@ -153,7 +174,7 @@ class CollectiveWatchdog(PendingOperation):
             # The last common barrier is read first, then the barrier at which this rank's collectives were started.
             barrier_number = self._rank.barriers.read_last_common_barrier(command_number)
             if barrier_number is not None and barrier_number < self._started_barrier_number:
-                self.abort()
+                self.abort_pending()
 
     def is_stream_idle(self) -> bool:
         """Whether all work on the stream is done."""

@@ -31,6 +31,11 @@ def cuStreamWaitEvent(stream, event, flags):  # noqa: N802 - CUDA's name
     return (0,)
 
 
+def cuStreamWriteValue32(stream, address, value, flags):  # noqa: N802 - CUDA's name
+    ctypes.c_int32.from_address(address).value = value
+    return (0,)
+
+
 def cuEventCreate(flags):  # noqa: N802 - CUDA's name
     return 0, 1
 
@@ -48,6 +53,10 @@ def cuMemHostRegister(address, nbytes, flags):  # noqa: N802 - CUDA's name
     assert code == 0, "MADV_POPULATE_WRITE"
     _locked[address] = nbytes
     return (0,)
+
+
+def cuMemHostGetDevicePointer(address, flags):  # noqa: N802 - CUDA's name
+    return 0, address
 
 
 def cuMemHostUnregister(address):  # noqa: N802 - CUDA's name
