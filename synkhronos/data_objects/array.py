@@ -59,7 +59,7 @@ class Data:
             raise ValueError(
                 f"ndim: expected a number of dimensions that NumPy supports, got {ndim}: {error}"
             ) from None
-        self._session.close_callbacks[self] = Data._release
+        self._session.close_callbacks[self] = type(self)._release
 
     # -- attributes ------------------------------------------------------------------------------------------
 
@@ -149,8 +149,10 @@ class Data:
         raise TypeError("Data can't be pickled: pickle np.asarray(data), and make Data of it where it is loaded")
 
     def __repr__(self) -> str:
-        name = "" if self._name is None else f" {self._name!r}"
-        return f"<synkhronos.Data{name}: {self._dtype}, shape {self.shape}>"
+        return f"<synkhronos.Data{self._format_repr_name()}: {self._dtype}, shape {self.shape}>"
+
+    def _format_repr_name(self) -> str:
+        return "" if self._name is None else f" {self._name!r}"
 
     # -- changes ---------------------------------------------------------------------------------------------
 
@@ -471,7 +473,7 @@ def _to_dtype(dtype: npt.DTypeLike) -> np.dtype:
         raise TypeError(f"dtype: expected a dtype of numbers, got {dtype!r}: {error}") from None
     if checked.kind not in NUMBER_KINDS:
         raise TypeError(f"dtype: expected a dtype of numbers, got {checked}")
-    return checked
+    return checked.newbyteorder("=")
 
 
 def _to_shape(shape: Any) -> tuple[int, ...]:

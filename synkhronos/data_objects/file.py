@@ -13,6 +13,7 @@ import numpy as np
 
 from synkhronos import ranks
 from synkhronos.casts import NUMBER_KINDS
+from synkhronos.checks import check_name
 from synkhronos.data_objects.array import ReadOnlyData
 from synkhronos.ranks import ArrayLocation
 
@@ -82,6 +83,7 @@ def data_file(path: str | os.PathLike[str], minibatch: bool = False, name: str |
     >>> synk.close()
     """
     ranks.get_session()
+    check_name(name)
     return FileData(os.fspath(path), minibatch, os.path.basename(path) if name is None else name)
 
 

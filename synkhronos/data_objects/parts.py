@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from synkhronos import ranks
 from synkhronos.casts import as_numbers
-from synkhronos.checks import check_at_least
+from synkhronos.checks import check_at_least, check_name
 from synkhronos.data_objects.array import ReadOnlyData
 from synkhronos.data_objects.rows import find_max_row, find_min_row, select_rows, split_selection
 from synkhronos.ranks import ArrayLocation, Command, Rank, Segment, Session
@@ -63,17 +63,25 @@ class PartsData(ReadOnlyData):
             self._reload()
 
     def _reload(self) -> None:
-        """Load all rows again on new workers: the rows of other hosts were lost with their ranks."""
+        """Load all rows again, each rank its share: after workers were replaced, or the shares have changed."""
         if len(self._shares) != self._session.size:
             self._shares = split_selection(range(len(self)), self._session.size)
         layout = self.shape, self.dtype
         self._release(keep_array=True)
         key, shape, dtype = _load_shares(self._session, self._load, self._shares)
         if (shape, np.dtype(dtype)) != layout:
+            self._session.memory.release("segment", key)
             raise ValueError(
-                f"load: expected shape {layout[0]} and {layout[1]}, as before a worker's death, got {shape} and {dtype}"
+                f"load: expected shape {layout[0]} and {layout[1]}, as before a worker's death, got {shape} and "
+                f"{np.dtype(dtype)}"
             )
         self._set_segment(key, shape)
+
+    def _release(self, keep_array: bool = False) -> None:
+        super()._release(keep_array)
+        if not keep_array:  # the user has freed the memory, or the session has ended
+            self.local_rows = range(0)
+            self._session.replacement_callbacks.discard(self)
 
     @property
     def data(self) -> np.ndarray:
@@ -92,8 +100,8 @@ class PartsData(ReadOnlyData):
         return self._array[key]
 
     def __repr__(self) -> str:
-        rows = self.local_rows
-        return f"<synkhronos.PartsData: {self.dtype}, shape {self.shape}, rows {rows.start} to {rows.stop}>"
+        rows, name = self.local_rows, self._format_repr_name()
+        return f"<synkhronos.PartsData{name}: {self.dtype}, shape {self.shape}, rows {rows.start}:{rows.stop}>"
 
     def _check_is_local(self, key: Any) -> None:
         """Raise IndexError if a row that the key selects is on another host."""
@@ -103,7 +111,11 @@ class PartsData(ReadOnlyData):
             first = (*key, ...)[0] if isinstance(key, tuple) else key
             if first is None or first is Ellipsis:
                 first = slice(None)
-            rows = select_rows(first if isinstance(first, slice) else np.ravel(first), len(self), "key")
+            if not isinstance(first, slice):
+                first = np.asarray(first)
+                is_mask_of_items = first.dtype == bool and first.ndim > 1
+                first = np.nonzero(first)[0] if is_mask_of_items else first.ravel()
+            rows = select_rows(first, len(self), "key")
             if find_max_row(rows) >= 0 and not (find_min_row(rows) >= local.start and find_max_row(rows) < local.stop):
                 raise IndexError(
                     f"{self._source}: this host has rows {local.start:,} to {local.stop - 1:,} of {len(self):,}; "
@@ -135,12 +147,17 @@ class PartsData(ReadOnlyData):
         -----
         Rows are shuffled within each host, so batches depend on the number of ranks on each host.
         """
+        self._get_segment_key()  # raises an error if the memory was freed
         size, n_ranks = check_at_least(size, "size", 1), self._session.size
         if not n_ranks <= size <= len(self):
             raise ValueError(
                 f"size: expected a row for each of {n_ranks} ranks, and at most the {len(self)} rows, got {size}"
             )
-        return iterate_shuffled_batches(len(self), size, self._session.ranks_by_host, seed)
+        try:
+            generator = np.random.default_rng(seed)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"seed: {error}") from None
+        return iterate_shuffled_batches(len(self), size, self._session.ranks_by_host, generator)
 
 
 def data_parts(load: Callable[[int, int], npt.ArrayLike], length: int, name: str | None = None) -> PartsData:
@@ -192,15 +209,16 @@ def data_parts(load: Callable[[int, int], npt.ArrayLike], length: int, name: str
     """
     if not callable(load):
         raise TypeError(f"load: expected a function of start and stop, got {load!r}")
+    check_name(name)
     return PartsData(load, check_at_least(length, "length", 1), name)
 
 
 def iterate_shuffled_batches(
-    length: int, batch_size: int, ranks_by_host: Sequence[range], seed: Any = None
+    length: int, rows_per_batch: int, ranks_by_host: Sequence[range], seed: Any = None
 ) -> Iterator[np.ndarray]:
-    """Yield batches of ``batch_size`` shuffled rows, as `PartsData.batches`.  ``length`` is the number of all rows."""
+    """Yield batches of shuffled rows, as `PartsData.batches`.  ``length`` is the number of all rows."""
     rng, n_ranks = np.random.default_rng(seed), ranks_by_host[-1].stop
-    shares, batch_shares = split_selection(range(length), n_ranks), split_selection(range(batch_size), n_ranks)
+    shares, batch_shares = split_selection(range(length), n_ranks), split_selection(range(rows_per_batch), n_ranks)
     orders = [rng.permutation(_join_shares(shares, host_ranks)) for host_ranks in ranks_by_host]
     counts = [len(_join_shares(batch_shares, host_ranks)) for host_ranks in ranks_by_host]
     for k in range(min(len(order) // count for order, count in zip(orders, counts, strict=True))):
@@ -208,12 +226,13 @@ def iterate_shuffled_batches(
 
 
 def redistribute_rows(
-    rows: np.ndarray, batch_size: int, length: int, ranks_by_host: Sequence[range]
+    rows: np.ndarray, rows_per_rank: int, length: int, ranks_by_host: Sequence[range]
 ) -> tuple[np.ndarray, list[range]]:
-    """Divide an epoch's remaining ``rows`` among hosts, so that each step has ``batch_size`` rows of each rank.
+    """Divide an epoch's remaining ``rows`` among hosts, so that each rank has ``rows_per_rank`` rows in each step.
 
     Return the rows of all steps in order, and the range of the array's ``length`` rows that each rank has to load: its
-    share, extended on a host's first and last rank.  Rows at the end that do not fill a step are omitted.
+    share, extended on a host's first and last rank.  Rows at the end that do not fill a step are omitted; there have to
+    be enough rows for one step.
 
     Examples
     --------
@@ -221,9 +240,9 @@ def redistribute_rows(
     (array([1, 7, 4, 6, 2, 5]), [range(0, 5), range(4, 8)])
     """
     n_ranks = ranks_by_host[-1].stop
-    n_steps, shares = len(rows) // (batch_size * n_ranks), split_selection(range(length), n_ranks)
-    rows, columns = rows[: n_steps * batch_size * n_ranks], []
-    starts = [host_ranks.start * batch_size * n_steps for host_ranks in ranks_by_host]
+    n_steps, shares = len(rows) // (rows_per_rank * n_ranks), split_selection(range(length), n_ranks)
+    rows, columns = rows[: n_steps * rows_per_rank * n_ranks], []
+    starts = [host_ranks.start * rows_per_rank * n_steps for host_ranks in ranks_by_host]
     for host_ranks, own in zip(ranks_by_host, np.split(np.sort(rows), starts[1:]), strict=True):
         first, last = host_ranks[0], host_ranks[-1]
         shares[first] = range(min(shares[first].start, int(own[0])), shares[first].stop)
@@ -232,8 +251,10 @@ def redistribute_rows(
     return np.concatenate(columns, axis=1).ravel(), shares
 
 
-def iterate_ordered_batches(length: int, batch_size: int, n_ranks: int) -> Iterator[np.ndarray]:
-    """Yield batches of about ``batch_size`` rows, which contain each row once; ranks use rows that they loaded.
+def iterate_ordered_batches(length: int, rows_per_batch: int, n_ranks: int) -> Iterator[np.ndarray]:
+    """Yield all rows in batches, in which each rank's share consists of rows that the rank has loaded.
+
+    ``rows_per_batch`` is rounded up to a multiple of ``n_ranks``.  The last batch may have fewer rows.
 
     Examples
     --------
@@ -241,7 +262,7 @@ def iterate_ordered_batches(length: int, batch_size: int, n_ranks: int) -> Itera
     [[0, 1, 4, 5], [2, 3, 6, 7]]
     """
     shares = split_selection(np.arange(length), n_ranks)
-    count = -(-batch_size // n_ranks)
+    count = -(-rows_per_batch // n_ranks)
     for start in range(0, len(shares[0]), count):  # the first shares are the longest
         yield np.concatenate([rows[start : start + count] for rows in shares])
 
@@ -290,16 +311,16 @@ class _LoadRows(Command):
         """Load this rank's rows.  Return a row's shape, and the dtype."""
         share, length = self.shares[rank.number], self.shares[-1].stop
         rows = self._call_load(rank, share.start, share.stop) if share else None
-        shape, dtype = self._gather_layout(rank, rows)
+        shape, dtype = self._agree_on_layout(rank, rows)
         local_ranks, row_nbytes = rank.local_ranks, math.prod(shape) * np.dtype(dtype).itemsize
         nbytes, local_rows = max(1, length * row_nbytes), _join_shares(self.shares, local_ranks)
         allocated = range(local_rows.start * row_nbytes, local_rows.stop * row_nbytes)
         with contextlib.ExitStack() as files:
-            own_file = None
+            pid_and_descriptor = None
             if rank.number == local_ranks.start:
                 file = files.enter_context(create_unlinked_file(nbytes, [allocated]))
-                own_file = os.getpid(), file.fileno()
-            pid, descriptor = rank.all_gather(own_file)[local_ranks.start]
+                pid_and_descriptor = os.getpid(), file.fileno()
+            pid, descriptor = rank.all_gather(pid_and_descriptor)[local_ranks.start]
             if rank.number != local_ranks.start:
                 file = files.enter_context(io.FileIO(f"/proc/{pid}/fd/{descriptor}", "r+"))
             segment = Segment(self.segment_key, file.fileno(), nbytes, allocated_bytes=allocated)
@@ -314,13 +335,14 @@ class _LoadRows(Command):
             rows = as_numbers(rank.get_object(("load", self.segment_key))(start, stop), "load")
             if not rows.ndim or len(rows) != stop - start:
                 raise ValueError(f"expected {stop - start:,} rows, got an array of shape {rows.shape}")
+            rows = rows.astype(rows.dtype.newbyteorder("="), copy=False)
         except Exception as error:
             raise RuntimeError(f"load({start}, {stop}), for rank {rank.number}: {type(error).__name__}: {error}") from (
                 error
             )
         return rows
 
-    def _gather_layout(self, rank: Rank, rows: np.ndarray | None) -> tuple[tuple[int, ...], str]:
+    def _agree_on_layout(self, rank: Rank, rows: np.ndarray | None) -> tuple[tuple[int, ...], str]:
         """Return a row's shape and the dtype.  Raise ValueError if they differ between ranks."""
         by_rank = rank.all_gather(None if rows is None else (rows.shape[1:], rows.dtype.str))
         layout: tuple[tuple[int, ...], str] = by_rank[0]  # rank 0 always has rows

@@ -188,7 +188,7 @@ class RankCall:
                 self._compute_first_time(writes_disk_cache)
             else:
                 self.compute()
-            if records_effect:
+            if records_effect and self.has_rows:
                 rank.record_effect()
         elif n_rank_means:
             RankMeanContext(rank.all_gather_bytes, n_rank_means).contribute_no_rows()

@@ -39,8 +39,8 @@ class ExceptionReport:
     def from_exception(cls, rank: int, error: BaseException, max_chars: int) -> ExceptionReport:
         """Build the report of an exception.  Message and traceback get about ``max_chars`` characters each."""
         try:
-            message = str(error)
-        except Exception as str_error:
+            message = str.__str__(str(error))  # __str__ may return a string of a class that can't be pickled
+        except BaseException as str_error:  # a rank whose report fails would exit
             message = f"<no message: its __str__ raised {type(str_error).__qualname__}>"
         text = "".join(traceback.format_exception(error))
         error_class = type(error)

@@ -149,6 +149,22 @@ def test_data_accepts_lists_numbers_and_data():
     assert first.data.tolist() == [1.0, 2.0]
 
 
+def test_data_of_foreign_byte_order_has_the_machines():
+    value = make_value(">f8")
+    for d in (synk.data(value), synk.data(shape=value.shape, dtype=value.dtype)):
+        assert d.dtype.isnative
+        d[...] = value
+        np.testing.assert_array_equal(read_by_ranks(d), value)
+
+
+def test_name_of_data_is_a_string(tmp_path):
+    np.save(tmp_path / "x.npy", np.ones(3))
+    calls = (synk.data, np.ones(3)), (synk.data_file, tmp_path / "x.npy"), (synk.data_parts, lambda *_: np.ones(3), 6)
+    for make, *arguments in calls:
+        with pytest.raises(TypeError, match=r"^name: expected a string, got \['x'\]$"):
+            make(*arguments, name=["x"])
+
+
 def test_data_repr_shows_the_name():
     assert repr(synk.data(np.ones((2, 3)), name="x")) == "<synkhronos.Data 'x': float64, shape (2, 3)>"
     assert repr(synk.data(np.ones(2, "int8"))) == "<synkhronos.Data: int8, shape (2,)>"

@@ -125,14 +125,34 @@ def test_data_parts_is_read_only_and_can_be_freed(two_ranks_per_test):
             change()
     with raises(ValueError):
         data.data[0] = 1
+    with pytest.raises(TypeError, match="^seed: "):
+        data.batches(2, seed="abc")
     data.free_memory()
+    assert repr(data) == "<synkhronos.PartsData 'points': float64, shape (0, 0), rows 0:0>"
     with raises(ValueError):
         f(data)
     with raises(ValueError):
-        data.batches(1)
+        data.batches(2)
     synk.close()
-    with raises(RuntimeError):
-        data[0]
+    for call in (lambda: data[0], lambda: data.batches(2)):
+        with raises(RuntimeError):
+            call()
+
+
+def test_data_parts_takes_any_byte_order(two_ranks_per_test):
+    data = synk.data_parts(lambda start, stop: make_rows(start, stop).astype(">f8"), 5)
+    assert data.dtype.isnative and float(make_double()(data)[1]) == make_rows(0, 5).sum()
+
+
+def test_mask_of_items_may_select_local_rows_alone(two_ranks_per_test):
+    data = synk.data_parts(make_rows, 5)
+    data.local_rows = range(2)  # as on the first of several hosts
+    mask = np.zeros((5, 3), bool)
+    mask[1, 2] = True
+    assert data[mask].tolist() == [5.0]
+    mask[3, 0] = True
+    with pytest.raises(IndexError, match="rows 0 to 1 of 5"):
+        data[mask]
 
 
 def make_other_shapes(start, stop):

@@ -1,5 +1,7 @@
 """Updates of functions, batches without rows, and num_slices."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 from function_cases import X, Y, assert_close
@@ -10,6 +12,7 @@ from library import tensor as T
 from messages import raises
 
 import synkhronos as synk
+from synkhronos.functions.call import RankCall
 
 pytestmark = pytest.mark.usefixtures("rewrites")
 
@@ -85,6 +88,15 @@ def test_batch_of_no_rows_updates_nothing(slices, ndim, two_ranks_per_test):
     np.testing.assert_array_equal(synk.gather(count), [0, 0])
     f(Y)
     np.testing.assert_array_equal(synk.gather(count), [1, 1])
+
+
+def test_failed_call_without_rows_applies_updates_on_no_rank(two_ranks_per_test, monkeypatch):
+    x, count = T.dvector("x"), shared(0.0, "count")
+    f = synk.function([x], (x.sum(), "sum"), updates=[(count, count + 1)])
+    monkeypatch.setattr(RankCall, "get_outputs", mock.Mock(side_effect=MemoryError))  # in the master alone
+    with pytest.raises(MemoryError) as caught:
+        f(Y, batch=[])
+    assert caught.value.__notes__ == ["The function's updates were applied on no rank."]
 
 
 def test_batch_of_no_rows_raises_like_serial(two_ranks_per_test):

@@ -61,6 +61,24 @@ class RaiseLongTexts(Command):
 
 
 @dataclass(frozen=True)
+class RaiseStrangeText(Command):
+    """Raise an error whose text can't be pickled, or that has none."""
+
+    has_text: bool
+
+    def run(self, rank):
+        class Text(str):
+            """Class that the master can't import."""
+
+        class StrangeError(Exception):
+            def __str__(error):
+                return Text("the text") if self.has_text else sys.exit()
+
+        if not rank.is_master:
+            raise StrangeError
+
+
+@dataclass(frozen=True)
 class Kill(Command):
     """Command that sends a signal to the process of one rank."""
 
@@ -96,6 +114,13 @@ def test_exception_in_a_command_leaves_ranks_usable(session, then_barrier):
             assert "KeyError" in caught.value.worker_traceback
             assert "Raise" in str(caught.value) or "raise KeyError" in str(caught.value)
         assert session.run(GatherMessages((10,))) == session.size
+
+
+@pytest.mark.parametrize(("has_text", "text"), [(True, "the text"), (False, "<no message: its __str__ raised")])
+def test_exception_with_any_text_leaves_ranks_usable(session_of_two, has_text, text):
+    with pytest.raises(ranks.WorkerError, match=f"rank 1 raised .*StrangeError: {text}"):
+        session_of_two.run(RaiseStrangeText(has_text))
+    assert session_of_two.run(GatherMessages((10,))) == 2
 
 
 def test_command_names_all_failed_ranks():

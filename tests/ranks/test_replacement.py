@@ -13,6 +13,7 @@ from trainer_model import draw_row_noise
 
 import synkhronos as synk
 from synkhronos import ranks
+from synkhronos.data_objects.parts import PartsData
 from synkhronos.functions.function import get_dispatcher
 
 pytestmark = [
@@ -97,6 +98,27 @@ def test_fresh_workers_have_the_memory_of_the_old_ones(session, tmp_path):
         view[0] = 100.0
         assert [float(read_results(f(data))) for data in (many[5], many[69], file, parts)] == [110.0, 207.0, 15.0, 10.0]
         assert float(read_results(f(synk.data(np.ones(4))))) == 4.0
+
+
+def test_data_parts_are_loaded_again_unless_they_were_freed(session):
+    counts = []
+
+    def load(start, stop):
+        counts.append(1)
+        return np.zeros((stop - start, len(counts)))
+
+    freed, changed = (synk.data_parts(load if i else lambda start, stop: np.zeros(stop - start), 5) for i in range(2))
+    session.replacement_callbacks[freed] = PartsData._reload  # as if there were several hosts
+    freed.free_memory()
+    f, data = make_sum()
+    with session.keep_memory():
+        kill_and_expect_error(session, lambda: f(data))
+        session.replace_workers()
+        n_segments = len(session.rank.segments)
+        with pytest.raises(ValueError, match=r"load: expected shape \(5, 1\) and float64, .* got \(5, 2\) and float64"):
+            changed._reload()
+        f(data)  # a command sends the released keys
+        assert len(session.rank.segments) < n_segments
 
 
 def test_master_alone_closes_the_files_of_its_memory(session):
