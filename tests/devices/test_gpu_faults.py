@@ -132,43 +132,6 @@ def test_collectives_reconnect_after_an_exception(fork, failing_rank):
         check_ranks_work()
 
 
-@needs_jax
-@needs_real_gpus  # fake GPUs compute at once
-@pytest.mark.parametrize("failing_rank", [0, N_RANKS - 1])
-def test_failed_command_keeps_the_results_that_gpus_still_compute(fork, failing_rank):
-    fork(N_RANKS)
-    keep_busy = make_busy_function()
-    w, values = make_filled_variable("float32")
-    synk.all_reduce(w, "sum")
-    for _ in range(2):
-        keep_busy()
-        synk.all_reduce(w, "sum")
-        with time_limit(FAULT_LIMIT), pytest.raises((synk.WorkerError, ArithmeticError), match="the sum is odd"):
-            ranks.get_session().run(FailInAllReduce("raise", failing_rank))
-    np.testing.assert_array_equal(synk.gather(w), [sum(values) * N_RANKS**2] * N_RANKS)
-
-
-@needs_jax
-@needs_real_gpus
-def test_differing_plans_keep_the_results_that_gpus_still_compute(fork):
-    fork(N_RANKS)
-    keep_busy = make_busy_function()
-    variables, sums = [], []
-    for _ in range(2):
-        w, values = make_filled_variable("float32")
-        variables.append(w)
-        sums.append(sum(values))
-        for _ in range(2):
-            synk.all_reduce(w, "sum")
-    first, second = variables
-    keep_busy()
-    synk.all_reduce(first, "sum")
-    second.set_value(np.zeros((3, 5), "float32"))  # in the master alone
-    synk.all_reduce(second, "sum")
-    np.testing.assert_array_equal(synk.gather(first), [sums[0] * N_RANKS**2] * N_RANKS)
-    np.testing.assert_array_equal(synk.gather(second), [sums[1] * N_RANKS * (N_RANKS - 1)] * N_RANKS)
-
-
 @pytest.mark.parametrize("action", ["raise", "wait"])
 @pytest.mark.parametrize(("collective", "root"), RECEIVING)
 def test_exception_aborts_a_pending_collective(fork, collective, root, action):
@@ -311,6 +274,53 @@ def test_interrupt_in_a_repeated_all_reduce_changes_all_ranks_or_none(fork, monk
         synk.all_reduce(w, "sum")
     np.testing.assert_array_equal(synk.gather(w), [total * N_RANKS**2] * N_RANKS)
     check_ranks_work()
+
+
+@needs_jax
+@needs_real_gpus  # fake GPUs compute at once
+@pytest.mark.parametrize("failing_rank", [0, N_RANKS - 1])
+def test_failed_all_reduce_keeps_earlier_results_that_gpus_still_compute(fork, monkeypatch, failing_rank):
+    w, total, command = prepare_repeated_all_reduce(fork)
+    keep_busy = make_busy_function()
+    earlier, values = make_filled_variable("float32")
+    synk.all_reduce(earlier, "sum")
+    keep_busy()
+    synk.all_reduce(earlier, "sum")
+
+    def interrupt(*_):
+        time.sleep(0.1)  # the other ranks have started it
+        os.kill(os.getpid(), signal.SIGINT)
+
+    if failing_rank == 0:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(NcclCommunicator, "all_reduce_into", interrupt)
+            synk.all_reduce(w, "sum")
+    else:
+        with pytest.raises(synk.WorkerError, match="the sum is odd"):
+            ranks.get_session().run(FailInRepeatedAllReduce(command))
+    np.testing.assert_array_equal(synk.gather(earlier), [sum(values) * N_RANKS] * N_RANKS)
+    check_sum(w, total)
+
+
+@needs_jax
+@needs_real_gpus
+def test_differing_plans_keep_the_results_that_gpus_still_compute(fork):
+    fork(N_RANKS)
+    keep_busy = make_busy_function()
+    variables, sums = [], []
+    for _ in range(2):
+        w, values = make_filled_variable("float32")
+        variables.append(w)
+        sums.append(sum(values))
+        for _ in range(2):
+            synk.all_reduce(w, "sum")
+    first, second = variables
+    keep_busy()
+    synk.all_reduce(first, "sum")
+    second.set_value(np.zeros((3, 5), "float32"))  # in the master alone
+    synk.all_reduce(second, "sum")
+    np.testing.assert_array_equal(synk.gather(first), [sums[0] * N_RANKS**2] * N_RANKS)
+    np.testing.assert_array_equal(synk.gather(second), [sums[1] * N_RANKS * (N_RANKS - 1)] * N_RANKS)
 
 
 @needs_jax
