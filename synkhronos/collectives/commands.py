@@ -58,7 +58,7 @@ def _choose_transfers(by_rank: Sequence[Any], uses_device_communicator: bool, op
     for layouts in zip(*by_rank, strict=True):
         names = {name for _, _, name in layouts} - {NUMPY.name}
         device = get_device(names.pop()) if names else NUMPY
-        is_direct = uses_device_communicator and all(device.can_communicate(dtype, op) for _, dtype, _ in layouts)
+        is_direct = uses_device_communicator and all(device.can_transfer_directly(dtype, op) for _, dtype, _ in layouts)
         transfers.append(_Transfer([layout[:2] for layout in layouts], device, device if is_direct else NUMPY))
     return transfers
 
@@ -230,7 +230,7 @@ class Scatter(Command):
             shared = rank.get_object(key)
             library = get_library(shared)
             device = get_array_device(library.borrow_value(shared))
-            library.store_value(shared, device.transfers.read_segment(rank, value, selection))
+            library.store_value(shared, device.transfers.read_rows(rank, value, selection))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,17 @@
 """The base class of devices.
 
 A device is an object ``DEVICE`` of a module of this package.  Its attribute ``name`` selects it: with
-``SYNKHRONOS_DEVICE=toy`` in the environment, ranks compute with the arrays of the device named "toy".  Three methods
-are required: `owns`, `to_numpy` and `from_numpy`.  Defaults that need an array's content copy it through host memory.
-Override other methods for one of these reasons:
+``SYNKHRONOS_DEVICE=toy`` in the environment, ranks compute with the arrays of the device named "toy".  A device on GPUs
+is selected by `devices.choose_device` instead.  Three methods are required: `owns`, `to_numpy` and `from_numpy`.
+Defaults that need an array's content copy it through host memory.  Override other methods for one of these reasons:
 
 - speed: any default that copies through a NumPy array, such as `empty` and `concatenate`; `transfers` for the inputs
   and results of functions
-- exchange rules that compute with the device's arrays: `has_arithmetic`; also `flatten` and `split`, unless the arrays
+- exchange rules that compute with the device's arrays: `has_arithmetic`; also `pack` and `unpack`, unless the arrays
   have ``reshape``, slices and ``astype``
-- collectives that transfer the device's arrays directly: `can_communicate`, `get_communicator`, `as_writable` and
-  `rewrap`; also `as_contiguous` if arrays may have gaps, and `slice_items` unless they have ``reshape`` and slices
+- collectives that transfer the device's arrays directly: `can_transfer_directly` and `get_communicator`; `as_writable`
+  to write in place; `rewrap` if that makes an array object invalid; `as_contiguous` if arrays may have gaps; and
+  `slice_items` unless they have ``reshape`` and slices
 - a runtime or GPU of its own for each rank: `initialize`, `has_unforkable_runtime`, `needs_gpu` and `choose_gpus`
 """
 
@@ -76,30 +77,33 @@ class Device(ABC):
         """Copy a NumPy array into a new array of this kind."""
 
     def as_array(self, value: Array) -> Array:
-        """Convert a value to an array of this kind."""
+        """Convert a value to an array of this kind, unless it is one."""
         return value if self.owns(value) else self.from_numpy(np.asarray(value))
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-        """Return a new array of undefined content."""
+        """Return a new array, whose content may be undefined."""
         return self.from_numpy(np.empty(shape, dtype))
 
     def to_numpy_many(self, values: Sequence[Any], leaves_large: bool = False) -> list[Any]:
         """Convert several arrays to NumPy at once.  Values of other types are returned unchanged.
 
-        With ``leaves_large``, large arrays may be returned unchanged, too, so that `as_bytes` reads them without a copy
-        of the whole.
+        With ``leaves_large``, large arrays may be returned unchanged, too, as `HostTransfers.as_bytes` reads them
+        without a copy of the whole.  By default they are converted.
         """
         return [self.to_numpy(value) if self.owns(value) else value for value in values]
 
     def snapshot(self, value: Array) -> Array:
-        """Return a shared variable's value as an array that later updates of the variable do not change."""
+        """Return a shared variable's value as an array that later updates of the variable do not change.
+
+        By default this is a copy in host memory.
+        """
         return self.to_numpy(value).copy()
 
     def wait(self, values: Sequence[Any]) -> None:  # noqa: B027 - most arrays are computed once they exist
-        """Wait until arrays have been computed."""
+        """Wait until arrays have been computed.  By default they have been."""
 
     def as_contiguous(self, value: Array) -> Array:
-        """Return an array if it is contiguous, else a contiguous copy."""
+        """Return an array if it is contiguous, else a contiguous copy.  By default all arrays are contiguous."""
         return value
 
     # -- arithmetic, for slices of a call and for exchange rules -------------------------------------------
@@ -113,12 +117,12 @@ class Device(ABC):
         """Return arrays concatenated along axis 0."""
         return self.from_numpy(np.concatenate([self.to_numpy(array) for array in arrays]))
 
-    def flatten(self, values: Sequence[Any], dtype: np.dtype) -> Array:
+    def pack(self, values: Sequence[Any], dtype: np.dtype) -> Array:
         """Return a new vector of the items of all arrays, in a dtype."""
         return self.concatenate([value.reshape(-1).astype(dtype) for value in values])
 
-    def split(self, vector: Array, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype]) -> Sequence[Any]:
-        """Split a vector made by `flatten` into the original arrays."""
+    def unpack(self, vector: Array, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype]) -> Sequence[Any]:
+        """Split a vector made by `pack` into arrays of the original shapes and dtypes."""
         ends = list(accumulate(map(math.prod, shapes)))
         starts = [0, *ends[:-1]]
         return [
@@ -137,7 +141,7 @@ class Device(ABC):
         return [""] * n_local_ranks
 
     def initialize(self, gpu: str) -> None:  # noqa: B027 - most need no initialization
-        """Start the device's library on a GPU.  Every rank calls this once, after the fork."""
+        """Start the device's library, on ``gpu`` unless it is "".  Every rank calls this once, after the fork."""
 
     def has_unforkable_runtime(self) -> bool:
         """Whether this process has started a runtime that its forks can't use."""
@@ -157,29 +161,34 @@ class Device(ABC):
     # -- collectives ---------------------------------------------------------------------------------------
 
     def get_communicator(self, rank: Rank) -> Communicator:
-        """Return a rank's communicator for arrays of this kind, always the same object."""
+        """Return a rank's communicator, always the same object.
+
+        By default this is that of NumPy arrays.  Callers copy arrays of this kind to host memory for it, unless
+        `can_transfer_directly`.
+        """
         return get_numpy_communicator(rank)
 
-    def can_communicate(self, dtype: np.dtype, op: str | None = None) -> bool:
-        """Whether the communicator transfers arrays of a dtype, and reduces them by ``op``."""
+    def can_transfer_directly(self, dtype: np.dtype, op: str | None = None) -> bool:
+        """Whether the communicator takes this device's own arrays of a dtype, and reduces them by ``op``."""
         return False
 
     def get_group_communicator(self, rank: Rank, members: Iterable[int]) -> Any:
-        """Return a group's communicator, as `NcclGroupCommunicator`, or None if groups use host memory."""
+        """Return a group's communicator, as `NcclGroupCommunicator`, or None, as by default, for host memory."""
         return None
 
     def as_writable(self, value: Array, has_other_references: bool) -> Array:
-        """Return a container's value if it is contiguous and may be written in place, else a copy.
+        """Return a shared variable's value if it is contiguous and may be written in place, else a copy.
 
-        Immutable arrays, as JAX's, may be written only if the container alone references them.
+        Immutable arrays, as JAX's, may be written only if nothing but the variable's container references them.  By
+        default the result is always a copy.
         """
         return self.from_numpy(self.to_numpy(value))
 
     def rewrap(self, value: Array, is_complete: bool = False) -> Array:
-        """Return a new array object for the memory of an array that a communicator writes in place.
+        """Return the array object to use in place of one whose memory a communicator writes.
 
-        The old object must not be used afterwards.  ``is_complete`` is the result of `Communicator.wait_briefly`: True
-        if the memory has been written already.
+        By default this is the same object.  If it is another one, the old one is invalid.  ``is_complete`` is the
+        result of `Communicator.wait_briefly`: True if the memory has been written already.
         """
         return value
 

@@ -91,7 +91,7 @@ class JaxDevice(CudaDevice):
 
     def can_reduce_in_launch(self, dtype: np.dtype) -> bool:
         """Whether the communicator can reduce arrays of a dtype in the middle of a launch."""
-        return self.can_communicate(dtype) and self._launches_inline
+        return self.can_transfer_directly(dtype) and self._launches_inline
 
     @cached_property
     def nccl_call_mode(self) -> nccl_handlers.NcclCallMode:
@@ -109,7 +109,7 @@ class JaxDevice(CudaDevice):
         return value
 
     def as_writable(self, value: Array, has_other_references: bool) -> Array:
-        """Return a container's value if only the container references it, else a copy."""
+        """Return a shared variable's value if only its container references it, else a copy."""
         return self._copy_array(value) if has_other_references else value
 
     def rewrap(self, value: Array, is_complete: bool = False) -> Array:
@@ -160,7 +160,7 @@ class JaxDevice(CudaDevice):
             value.block_until_ready()  # raises the error of a failed launch
         if is_any_pending:
             self.gpu_context.set_current_gpu()
-            self.gpu_context.copy_stream.sync()  # JAX notices a tenth of a millisecond late that the GPU is done
+            self.gpu_context.copy_stream.sync()  # JAX notices later that the GPU is done
 
     def _order_copies_after(self, array: Array) -> None:
         """Make later work on the stream of copies wait until an array has been computed."""
@@ -176,20 +176,20 @@ class JaxDevice(CudaDevice):
     def concatenate(self, arrays: Sequence[Array]) -> Array:
         return self._jax_numpy.concatenate(list(arrays))
 
-    def flatten(self, values: Sequence[Any], dtype: np.dtype) -> Array:
-        return self._compiled_flatten(list(values), dtype)
+    def pack(self, values: Sequence[Any], dtype: np.dtype) -> Array:
+        return self._compiled_pack(list(values), dtype)
 
-    def split(self, vector: Array, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype]) -> Sequence[Any]:
-        arrays: Sequence[Any] = self._compiled_split(vector, tuple(shapes), tuple(dtypes))
+    def unpack(self, vector: Array, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[np.dtype]) -> Sequence[Any]:
+        arrays: Sequence[Any] = self._compiled_unpack(vector, tuple(shapes), tuple(dtypes))
         return arrays
 
     @cached_property
-    def _compiled_flatten(self) -> Any:
-        return self._import_jax().jit(super().flatten, static_argnums=1)
+    def _compiled_pack(self) -> Any:
+        return self._import_jax().jit(super().pack, static_argnums=1)
 
     @cached_property
-    def _compiled_split(self) -> Any:
-        return self._import_jax().jit(super().split, static_argnums=(1, 2))
+    def _compiled_unpack(self) -> Any:
+        return self._import_jax().jit(super().unpack, static_argnums=(1, 2))
 
     # -- host memory -----------------------------------------------------------------------------------------
 
@@ -197,8 +197,8 @@ class JaxDevice(CudaDevice):
         """Convert an array to NumPy, after it has been computed."""
         if not self._is_large(value):
             return np.asarray(value)
-        array = self.transfers.empty_in_host_memory(value.shape, value.dtype)  # JAX's own copy takes twice as long
-        self.transfers.as_bytes(value).copy_to(array.reshape(-1).view(np.uint8), 0)
+        array = self.staging.empty_in_host_memory(value.shape, value.dtype)  # JAX's own copy takes longer
+        self.staging.as_bytes(value).copy_to(array.reshape(-1).view(np.uint8), 0)
         return array
 
     def _is_large(self, value: Array) -> bool:
@@ -226,10 +226,10 @@ class JaxDevice(CudaDevice):
     def _copy_to_numpy(self, arrays: Sequence[Array], leaves_large: bool) -> list[Any]:
         """Copy JAX arrays to NumPy, in one transfer if they are small; for the parameter see `to_numpy_many`."""
         if arrays and self.is_on_gpu and self.stream is not None:
-            # JAX's own copy of a scalar takes ten times as long.
+            # JAX's own copy of a scalar takes much longer.
             copies = self.staging.to_numpy_if_small(arrays)
             if copies is not None:
-                # Raises the error of a failed launch.  JAX notices a tenth of a millisecond late that others are done.
+                # Raises the error of a failed launch.  JAX notices later that others are done.
                 self.wait([array for array in arrays if array.is_ready()])
                 return copies
         for array in arrays:

@@ -52,7 +52,7 @@ class NumpyDevice(Device):
     def concatenate(self, arrays: Sequence[Array]) -> Array:
         return np.concatenate(arrays)
 
-    def can_communicate(self, dtype: np.dtype, op: str | None = None) -> bool:
+    def can_transfer_directly(self, dtype: np.dtype, op: str | None = None) -> bool:
         """Return True: the communicators of NumPy arrays handle all dtypes and reductions."""
         return True
 

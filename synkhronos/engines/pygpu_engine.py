@@ -29,7 +29,7 @@ class PygpuEngine(Engine):
         def run(*inputs: Any) -> Any:
             PYGPU.order_launch_after_copies()
             results = function(*inputs)
-            PYGPU.record_launch(results)
+            PYGPU.finish_launch(results)
             return results
 
         return Runner(run)

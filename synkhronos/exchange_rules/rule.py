@@ -210,7 +210,7 @@ def all_reduce_mean(context: RankContext, vector: Array, precision: str | None) 
     if precision is None or np.dtype(dtype).name == precision:
         return context.all_reduce(vector, overwrite=True)
     device = find_device(vector)
-    if device is not NUMPY and device.can_communicate(dtype):
+    if device is not NUMPY and device.can_transfer_directly(dtype):
         return context.all_reduce(vector.astype(precision), overwrite=True).astype(dtype)
     vector = device.to_numpy(vector)
     if precision == "bfloat16":

@@ -53,7 +53,7 @@ class FlatVariables:
         values = self._borrow_values()
         device = _find_common_device(values)
         if device is not NUMPY:
-            return device.flatten(values, self.dtype)
+            return device.pack(values, self.dtype)
         flat = [np.ravel(get_array_device(value).to_numpy(value)) for value in values]
         # Even a single variable is copied: its next update may change its memory in place.
         return np.concatenate(flat).astype(self.dtype, copy=False) if flat else np.zeros(0, self.dtype)
@@ -73,7 +73,7 @@ class FlatVariables:
         # classes.  In host memory they would be copied to the device at each call.
         moves = device.must_move_shared_values and all(isinstance(value, np.ndarray) for value in values)
         if device is not NUMPY and (moves or device is _find_common_device(values)):
-            for shared, piece in zip(self.shareds, device.split(vector, self.shapes, self._dtypes), strict=True):
+            for shared, piece in zip(self.shareds, device.unpack(vector, self.shapes, self._dtypes), strict=True):
                 get_library(shared).store_value(shared, piece)
             return
         vector = device.to_numpy(vector)

@@ -91,7 +91,7 @@ class LocalRows:
 
     def to_device(self, device: Device) -> Any:
         """Return a copy of the rows as an array on a device."""
-        return device.transfers.read_segment(self._rank, self._location, self._get_selection())
+        return device.transfers.read_rows(self._rank, self._location, self._get_selection())
 
     def stage_input(self, device: Device, buffers: Buffers, must_copy: bool) -> Any:
         """Return the rows as an input of the next launch, as ``HostTransfers.stage_input`` does."""

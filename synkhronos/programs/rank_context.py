@@ -420,7 +420,7 @@ def get_stop_flag_lock(context: RankContext) -> Lock:
 def _choose_transfer_device(rank: Rank, value: Any, op: str | None = None) -> Device:
     """Return the device whose communicator transfers and reduces an array: the rank's GPU if it can, else the host."""
     device = get_rank_device(rank)
-    return device if device.owns(value) and device.can_communicate(value.dtype, op) else NUMPY
+    return device if device.owns(value) and device.can_transfer_directly(value.dtype, op) else NUMPY
 
 
 def _as_array(array: Any) -> Array:

@@ -155,7 +155,7 @@ def test_error_leaves_variables_on_a_toy_device(toy, two_ranks_per_test):
 
 
 def test_device_without_communicator_goes_through_the_host(toy, fork, monkeypatch):
-    monkeypatch.delattr(type(toy), "can_communicate")
+    monkeypatch.delattr(type(toy), "can_transfer_directly")
     monkeypatch.delattr(type(toy), "get_communicator")
     fork(2)
     s = shared(np.ones(3), "s")

@@ -36,7 +36,7 @@ def all_reduce_in_groups(context, members, dtype):
     array, errors = GPU_DEVICE.from_numpy(values[context.number]), []
     for op, combine in (("sum", np.add), ("max", np.maximum), ("prod", np.multiply)):
         result, expected = group.all_reduce(array, op), combine.reduce(list(values.values()), dtype=dtype)
-        if not GPU_DEVICE.can_communicate(np.dtype(dtype), op):  # through host memory
+        if not GPU_DEVICE.can_transfer_directly(np.dtype(dtype), op):  # through host memory
             errors += [] if isinstance(result, np.ndarray) and np.array_equal(result, expected) else [op]
         elif not is_gpu_array_equal(result, expected):
             errors.append(op)

@@ -145,6 +145,6 @@ def scale_by_power(x, y):
 def test_nccl_reduces_only_what_it_reduces_as_numpy(dtype, monkeypatch):
     # tests/devices/test_gpu_collectives.py shows NaNs on GPUs.
     monkeypatch.setattr(JAX, "_gpu", "0")
-    supported = {op for op in REDUCE_OPS if JAX.can_communicate(np.dtype(dtype), op)}
+    supported = {op for op in REDUCE_OPS if JAX.can_transfer_directly(np.dtype(dtype), op)}
     assert supported == {"avg", "sum", "prod"} | ({"min", "max"} if dtype[0] in "iu" else set())
-    assert not JAX.can_communicate(np.dtype("int16"), "sum")
+    assert not JAX.can_transfer_directly(np.dtype("int16"), "sum")

@@ -114,7 +114,7 @@ class AllReduceRows(Command):
         device = get_rank_device(rank)
         communicator = device.get_communicator(rank)
         communicator.connect(rank.all_gather(communicator.generation))
-        rows = device.to_numpy(device.transfers.read_segment(rank, self.rows, None))
+        rows = device.to_numpy(device.transfers.read_rows(rank, self.rows, None))
         array = device.from_numpy(rows * (rank.number + 1))
         communicator.all_reduce(array, self.op)
         communicator.wait_until_started()

@@ -121,7 +121,7 @@ class CudaDevice(Device):
             communicators[members] = NcclGroupCommunicator(self.get_communicator(rank))
         return communicators[members]
 
-    def can_communicate(self, dtype: np.dtype, op: str | None = None) -> bool:
+    def can_transfer_directly(self, dtype: np.dtype, op: str | None = None) -> bool:
         """Whether NCCL transfers arrays of a dtype, and reduces them by ``op`` to the same result as NumPy."""
         if not self.is_on_gpu or to_nccl_dtype(dtype) is None:
             return False
@@ -150,10 +150,10 @@ class CudaDevice(Device):
         if self.is_on_gpu:
             self.staging.order_launch_after_copies()
 
-    def record_launch(self, results: Iterable[Array]) -> None:
-        """Record that the last launch reads its input buffers until ``results`` are computed."""
+    def finish_launch(self, results: Iterable[Array]) -> None:
+        """Order later copies after the last launch, which reads its input buffers until ``results`` are computed."""
         if not self.is_on_gpu:
             return
         if self.stream is None:
             self.wait(list(results))
-        self.staging.record_launch()
+        self.staging.finish_launch()

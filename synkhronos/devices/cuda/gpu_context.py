@@ -5,10 +5,14 @@ from __future__ import annotations
 import logging
 import mmap
 import threading
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+
+from synkhronos.devices.host_transfers import ArrayConverter
+from synkhronos.variable_types import Array
 
 _log = logging.getLogger("synkhronos")
 
@@ -27,12 +31,34 @@ def unwrap_cuda_result(results: Any) -> Any:
     return values[0] if values else None
 
 
+class GpuArrays(ArrayConverter, Protocol):
+    """The members of `CudaDevice` that this package needs; its module imports this one."""
+
+    may_return_inputs: bool
+
+    @property
+    def stream(self) -> int | None:
+        """Handle of the stream on which the library computes, or None if it is unknown."""
+
+    def get_address(self, array: Array) -> int:
+        """Return an array's address on the GPU."""
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+        """Return a new array, whose content may be undefined."""
+
+    def as_contiguous(self, value: Array) -> Array:
+        """Return an array if it is contiguous, else a contiguous copy."""
+
+    def wait(self, values: Sequence[Any]) -> None:
+        """Wait until arrays have been computed."""
+
+
 class GpuContext:
     """The only GPU that is visible to this process, and the streams on which this package uses it.
 
     Attributes
     ----------
-    array_device : CudaDevice
+    array_device : GpuArrays
         Device of the arrays.  Its library computes on ``array_device.stream``, if that is known.
     driver : module
         CUDA's driver API.
@@ -50,7 +76,7 @@ class GpuContext:
         Number in page-locked memory that `write_mark` lets the GPU write.
     """
 
-    def __init__(self, array_device: Any):
+    def __init__(self, array_device: GpuArrays):
         from cuda.bindings import driver
         from cuda.core import Device, StreamOptions
 

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from synkhronos.devices.cuda.gpu_context import GpuContext, unwrap_cuda_result
+from synkhronos.devices.cuda.gpu_context import GpuArrays, GpuContext, unwrap_cuda_result
 from synkhronos.devices.cuda.pinned_memory import PinnedMemory, PinnedRing, PinnedSegments
 from synkhronos.devices.host_transfers import HostTransfers
 from synkhronos.devices.selection import Buffers, Selection
@@ -49,8 +49,10 @@ _LOADS_PER_THREAD = 4
 #: Maximal number of bytes of arrays that are fetched through page-locked memory.
 MAX_FETCH_NBYTES = 1 << 20
 
-#: Number of threads that make the pages of a large array in host memory, and the minimal bytes of a large array.
-_MAX_PAGE_THREADS, _MIN_PAGE_NBYTES = 4, 1 << 22
+#: Maximal number of threads that make the pages of an array in host memory.
+_MAX_PAGE_THREADS = 4
+#: Maximal number of bytes of an array whose pages a single thread makes.
+_MAX_SINGLE_THREAD_NBYTES = 1 << 22
 
 _GATHER = r"""
 typedef unsigned long long Index;
@@ -87,7 +89,7 @@ class GpuBytes:
         self.size = math.prod(array.shape) * array.dtype.itemsize
 
     def copy_to(self, target: np.ndarray, start: int) -> None:
-        """Copy as many bytes as a target in host memory has, from offset ``start``, and wait for the copy."""
+        """Fill ``target``, a vector of uint8, with the bytes from offset ``start`` on, and wait for the copy."""
         self._staging.copy_to_host(self._array, start, target)
 
 
@@ -132,6 +134,7 @@ class Staging(HostTransfers):
         from cuda.core import launch
 
         super().__init__(gpu.array_device)
+        self._device: GpuArrays = gpu.array_device
         self._gpu, self._driver = gpu, gpu.driver
         self._launch = launch
         self._kernels: dict[int, Any] = {}
@@ -158,7 +161,7 @@ class Staging(HostTransfers):
         With ``must_copy``, the result is a new array if the device's library may return an input as an output.
         """
         if must_copy and self._device.may_return_inputs:
-            return self.read_segment(rank, location, rows)
+            return self.read_rows(rank, location, rows)
         self._rank = rank
         shape = location.shape if rows is None else (len(rows), *location.shape[1:])
         buffer = self._get_or_allocate(buffers, shape, location.dtype, self._allocate_double_buffer).acquire()
@@ -182,7 +185,7 @@ class Staging(HostTransfers):
                 self._gpu.copy_stream.sync()
         return buffer.array
 
-    def read_segment(self, rank: Rank, location: ArrayLocation, rows: Selection | None) -> Array:
+    def read_rows(self, rank: Rank, location: ArrayLocation, rows: Selection | None) -> Array:
         """Copy rows (None: all) into a new array, and wait for the copy."""
         shape = location.shape if rows is None else (len(rows), *location.shape[1:])
         array = self._allocate(shape, location.dtype)
@@ -210,7 +213,7 @@ class Staging(HostTransfers):
         """
         array = np.empty(shape, dtype)
         n_threads = min(_MAX_PAGE_THREADS, count_available_cores() // 2)
-        if array.nbytes > _MIN_PAGE_NBYTES and n_threads > 1:
+        if array.nbytes > _MAX_SINGLE_THREAD_NBYTES and n_threads > 1:
             pages = array.reshape(-1).view(np.uint8)[:: mmap.PAGESIZE]
             with ThreadPoolExecutor(n_threads) as threads:
                 list(threads.map(lambda part: part.fill(0), np.array_split(pages, n_threads)))
@@ -265,11 +268,12 @@ class Staging(HostTransfers):
             else:
                 self._gpu.order_after(self._device.stream, self._gpu.copy_stream_handle)
 
-    def record_launch(self) -> None:
-        """Record that the last launch reads the buffers filled since the previous one, and wait for copies if needed.
+    def finish_launch(self) -> None:
+        """Order later copies after the last launch, which reads the buffers filled since the previous one.
 
-        Copies have to complete before the end of the command, when the user may write into the memory that they read.
-        From the second launch of a command on, this method waits for them.
+        From the second launch of a command on, also wait for the copies: they occupy page-locked memory, and a program
+        may write into the memory that they read.  Copies for a single launch are waited for at the end of the command,
+        so that the rank goes on meanwhile.
         """
         if self._filled_buffers:
             event = self._gpu.record_event()
@@ -347,8 +351,10 @@ class Staging(HostTransfers):
         width = row_nbytes // itemsize
         self._gather_rows(itemsize, source, self._pinned_rows[1], target, n_rows * width, width)
 
-    def _gather_rows(self, itemsize: int, source: int, row_numbers: int, target: int, count: int, width: int) -> None:
-        """Launch the gather kernel for ``count`` items, ``width`` per row.  The other arguments are addresses."""
+    def _gather_rows(
+        self, itemsize: int, source: int, row_numbers_address: int, target: int, count: int, width: int
+    ) -> None:
+        """Launch the gather kernel for ``count`` items, ``width`` per row, from one address to another."""
         kernel = self._kernels.get(itemsize)
         if kernel is None:
             kernel = self._kernels[itemsize] = self._compile_gather(_ITEM_TYPES[itemsize])
@@ -359,7 +365,14 @@ class Staging(HostTransfers):
 
             config = self._launch_configs[blocks] = LaunchConfig(grid=blocks, block=_THREADS_PER_BLOCK)
         self._launch(
-            self._gpu.copy_stream, config, kernel, source, row_numbers, target, np.uint64(count), np.uint32(width)
+            self._gpu.copy_stream,
+            config,
+            kernel,
+            source,
+            row_numbers_address,
+            target,
+            np.uint64(count),
+            np.uint32(width),
         )
 
     def _compile_gather(self, item_type: str) -> Any:

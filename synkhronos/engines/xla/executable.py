@@ -225,7 +225,7 @@ class Executable(Runner):
     def _pop_results(self) -> list[Any]:
         """Return the outputs of the last launch, and clear their storages."""
         if self._n_inputs:
-            JAX.record_launch(storage[0] for storage in (*self._output_storages, *self._updated_storages))
+            JAX.finish_launch(storage[0] for storage in (*self._output_storages, *self._updated_storages))
         results = [storage[0] for storage in self._output_storages]
         for storage in self._output_storages:
             storage[0] = None  # frees the memory before the next call

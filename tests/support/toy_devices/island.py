@@ -94,7 +94,7 @@ class Island(Device):
 
     # -- collectives: without these, arrays would be combined through the host ------------------------------
 
-    def can_communicate(self, dtype, op=None):
+    def can_transfer_directly(self, dtype, op=None):
         return dtype.kind == "f"
 
     def get_communicator(self, rank):

@@ -30,7 +30,7 @@ class Toy(Device):
 
     # With these three methods, collectives read and write the device's arrays.  By default they copy through the host.
 
-    def can_communicate(self, dtype, op=None):
+    def can_transfer_directly(self, dtype, op=None):
         return True
 
     def get_communicator(self, rank):

@@ -92,7 +92,7 @@ def install():
     JaxDevice._order_copies_after = lambda self, array: array.block_until_ready()
     JaxDevice._compute_stream = ComputeStream(cuda.core.XLA_STREAM, True)
     # Streams are synchronous here, but XLA is not, so its launches are waited for.
-    launched = JaxDevice.record_launch
+    launched = JaxDevice.finish_launch
 
     def launched_and_done(self, results):
         import jax
@@ -101,7 +101,7 @@ def install():
         jax.block_until_ready([leaf for leaf in jax.tree.leaves(results) if isinstance(leaf, jax.Array)])
         launched(self, results)
 
-    JaxDevice.record_launch = launched_and_done
+    JaxDevice.finish_launch = launched_and_done
     rewrap = JaxDevice.rewrap
 
     def rewrap_when_done(self, value, is_complete=False):
