@@ -22,7 +22,7 @@ _REDUCTIONS = (AllReduce, Reduce, ReduceScatter)
 def prepare_command(
     session: Session, shared_vars: SharedVariables, command_class: type[C], arguments: tuple[Any, ...]
 ) -> C:
-    """Return the command of a collective on arrays, after sending the variables that the workers lack.
+    """Send the workers the variables that they lack, and return the command of a collective on the variables.
 
     ``arguments`` are the command's fields after the variables' keys.  The variables, and the op of a reduction, are
     checked.  A command on a single variable is cached, since a training loop runs it in each step.
@@ -56,7 +56,7 @@ def prepare_new_command(
     command_class: Callable[..., C],
     arguments: tuple[Any, ...],
 ) -> C:
-    """Return a new command after sending its variables; it is cached if a single variable was given."""
+    """Send the variables to the workers, and return a new command; it is cached if a single variable was given."""
     keys = distribute_variables(session, variables, makes_ranks_differ=command_class is ReduceScatter)
     command = command_class(keys, *arguments)
     if is_single:

@@ -64,7 +64,7 @@ def test_chunks_are_reduced_on_the_side_stream_and_waited_for():
     assert good == f"[[2.0, 2.0, 2.0], [[2.0, 2.0], [2.0, 2.0]], 1]; {start + join + finish_calls}"
     # After an error the launch still waits for the side stream.
     assert failed.endswith(f", 0]; RuntimeError: NCCL failed within a launch (ncclResult_t 3); {start + join}")
-    assert other == "[]; ValueError: collective: expected shape (8,), as before the launch, got 4 items; []"
+    assert other == "[]; ValueError: collective: expected 8 items, as before the launch, got 4; []"
 
 
 @needs_compiler
@@ -93,7 +93,7 @@ def test_dtype_tables_agree_with_the_handlers_and_xla():
     (jaxlib,) = importlib.util.find_spec("jaxlib").submodule_search_locations
     header = Path(jaxlib, "include/xla/ffi/api/c_api.h").read_text()
     in_xla = {name: int(number) for name, number in re.findall(r"XLA_FFI_DataType_(\w+) = (\d+)", header)}
-    assert ffi_collectives._DTYPES == {in_xla[name]: to_dtype_name(name) for name, _ in in_handlers}
+    assert ffi_collectives._DTYPE_BY_XLA_NUMBER == {in_xla[name]: to_dtype_name(name) for name, _ in in_handlers}
 
 
 def to_dtype_name(xla_name):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from library import XLA, shared
 from library import tensor as T
-from xla_launches import Alarm, get_runner, on_host
+from xla_launches import Alarm, get_runner, not_on_gpus
 
 import synkhronos as synk
 from synkhronos.devices import JAX
@@ -113,7 +113,7 @@ def launch_and_wait(launch, shareds, handler):
     return [float(JAX.to_numpy_many([total])[0]), *(np.asarray(s.get_value()).tolist() for s in shareds)]
 
 
-@on_host
+@not_on_gpus
 def test_fuse_runs_function_all_reduce_function_in_one_launch(fused_launch):
     launch, shareds = fused_launch
     calls = []
@@ -122,7 +122,7 @@ def test_fuse_runs_function_all_reduce_function_in_one_launch(fused_launch):
     assert calls == [3, 3]
 
 
-@on_host
+@not_on_gpus
 @pytest.mark.parametrize("is_valid", [True, False])
 def test_fused_launch_advances_to_the_next_rows(pair, is_valid):
     runners, shareds = pair
@@ -144,7 +144,7 @@ def test_fused_launch_advances_to_the_next_rows(pair, is_valid):
     assert calls == [3] * 8
 
 
-@on_host
+@not_on_gpus
 def test_fused_launch_reduces_nothing_after_an_error(pair):
     runners, shareds = pair
     launch = runners[0].fuse(ExchangeSpec(shareds[0].container.storage), [runners[1]], n_repeats=4)
@@ -166,7 +166,7 @@ def test_fused_launch_reduces_nothing_after_an_error(pair):
     assert int(shareds[2].get_value()) == 1
 
 
-@on_host
+@not_on_gpus
 def test_repeated_launch_all_reduces_each_time(pair):
     runners, shareds = pair
     launch = runners[0].fuse(ExchangeSpec(shareds[0].container.storage), [runners[1]], n_repeats=2)
@@ -175,7 +175,7 @@ def test_repeated_launch_all_reduces_each_time(pair):
             launch(JAX.from_numpy(np.arange(6.0)))
 
 
-@on_host
+@not_on_gpus
 def test_repeated_launch_all_reduces_constants_each_time(fork):
     fork(1)
     g, w, s = shared(np.zeros(3), "g"), shared(np.ones(3), "w"), shared(np.arange(3.0), "s")
@@ -196,7 +196,7 @@ def test_repeated_launch_all_reduces_constants_each_time(fork):
 SIZES = (5, 300, 700, 1)
 
 
-@on_host
+@not_on_gpus
 @pytest.mark.parametrize(
     ("n_tail_items", "min_chunk_nbytes", "wire_dtype", "n_repeats"),
     [  # each pair of values
@@ -264,7 +264,7 @@ def find_needed_equations(jaxpr, variables):
     return [jaxpr.eqns[i] for i in sorted(needed)]
 
 
-@on_host
+@not_on_gpus
 @pytest.mark.parametrize(
     ("chunk", "calls", "valid"),
     [
@@ -305,7 +305,7 @@ def test_sharded_step_is_one_launch(fork, monkeypatch, chunk, calls, valid):
         np.testing.assert_allclose(shard.get_value(), step if valid[0] else 0 * step, rtol=1e-12)
 
 
-@on_host
+@not_on_gpus
 def test_chunk_all_reduce_starts_during_the_backward_pass(fork, monkeypatch):
     import jax
 
@@ -344,7 +344,7 @@ def test_chunk_all_reduce_starts_during_the_backward_pass(fork, monkeypatch):
     assert not any(call in find_needed_equations(jaxpr, loss.invars) for call in calls)
 
 
-@on_host
+@not_on_gpus
 def test_error_after_a_started_chunk_waits_and_updates_nothing(fork, monkeypatch):
     monkeypatch.setattr("synkhronos.engines.xla.traced_exchange.MIN_CHUNK_NBYTES", 100)
     fork(1)
@@ -418,14 +418,14 @@ def test_repeated_launch_keeps_many_results(fork):
     assert float(w.get_value()) == 500
 
 
-@on_host
+@not_on_gpus
 def test_invalid_all_reduce_updates_nothing(fused_launch):
     launch, shareds = fused_launch
     assert launch_and_wait(launch, shareds, DoublingHandler(valid=0))[2:] == [[1.0, 1.0, 1.0], 0]
     assert launch_and_wait(launch, shareds, DoublingHandler())[2:] == [[1.0, -1.0, -3.0], 1]
 
 
-@on_host
+@not_on_gpus
 @pytest.mark.usefixtures("alarm_handler")
 @pytest.mark.parametrize("by_signal", [False, True])
 def test_error_in_all_reduce_is_raised_after_the_launch(fused_launch, by_signal):
@@ -447,7 +447,7 @@ def test_error_in_all_reduce_is_raised_after_the_launch(fused_launch, by_signal)
     assert launch_and_wait(launch, shareds, DoublingHandler())[2:] == [[1.0, -1.0, -3.0], 1]
 
 
-@on_host
+@not_on_gpus
 def test_fused_launch_all_reduces_once(fused_launch):
     launch, shareds = fused_launch
     with pytest.raises(RuntimeError, match="made 0 collectives, expected 1"):
@@ -459,7 +459,7 @@ def test_fused_launch_all_reduces_once(fused_launch):
     assert launch_and_wait(launch, shareds, DoublingHandler())[2:] == [[1.0, -1.0, -3.0], 1]
 
 
-@on_host
+@not_on_gpus
 def test_callbacks_find_their_handler(fused_launch, pair):
     """Each callback finds the FfiCollectives of its own program by its number."""
     runners, _ = pair

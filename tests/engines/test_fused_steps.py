@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from library import XLA, shared
 from library import tensor as T
-from xla_launches import get_runner, on_host
+from xla_launches import get_runner, not_on_gpus
 
 import synkhronos as synk
 from synkhronos.devices.jax.scalar_log import LOG_CAPACITY
@@ -30,7 +30,7 @@ def many_steps_a_launch(monkeypatch):
     monkeypatch.setattr(XlaEngine, "get_max_repeats", lambda self, dtype=None: LOG_CAPACITY)
 
 
-@on_host
+@not_on_gpus
 def test_shared_variables_keep_their_memory_between_launches(fork):
     fork(1)
     rng = np.random.default_rng(0)
@@ -54,11 +54,11 @@ def test_shared_variables_keep_their_memory_between_launches(fork):
 
 
 LENGTHS_AND_CONSTANTS = {
-    "a length": (np.int64(0), lambda x, y: x.shape[0]),
-    "of lengths": (np.int64(0), lambda x, y: x.shape[0] + y.shape[0]),
-    "a number": (np.float64(0), lambda x, y: T.constant(np.float64(3))),
-    "a filled array": (np.zeros(3), lambda x, y: T.alloc(np.float64(2), 3)),
-    "an integer": (np.int8(0), lambda x, y: T.cast(x.shape[1], "int8")),
+    "length": (np.int64(0), lambda x, y: x.shape[0]),
+    "sum of lengths": (np.int64(0), lambda x, y: x.shape[0] + y.shape[0]),
+    "number": (np.float64(0), lambda x, y: T.constant(np.float64(3))),
+    "filled array": (np.zeros(3), lambda x, y: T.alloc(np.float64(2), 3)),
+    "integer": (np.int8(0), lambda x, y: T.cast(x.shape[1], "int8")),
 }
 
 
@@ -70,7 +70,7 @@ def make_linear_model(make, update_rule=sgd, **options):
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Yield a list that grows by an item with each launch of the master."""
+    """Return a list that grows by an item with each launch of the master."""
     items = []
     launch = Executable._launch
     monkeypatch.setattr(Executable, "_launch", lambda self, arguments: items.append(1) or launch(self, arguments))
@@ -140,6 +140,12 @@ def test_equal_steps_are_fused_once_until_the_update_is_compiled_again(fork, mon
     get_dispatcher(train.update).computation.compiled_variants.clear()
     assert take_steps(3, 6) == 1
 
+
+def test_last_fused_step_keeps_no_runner_alive(fork):
+    fork(1)
+    train, _ = make_linear_model(make_train_function)
+    for _ in range(3):
+        train(np.eye(3), np.ones(3))
     runner = weakref.ref(get_runner(train.gradient))
     gc.collect()
     gc.disable()
@@ -205,29 +211,25 @@ class SteppedModels:
         self.ws = [w, serial_w]
 
     def take_steps(self, batches=BATCHES):
-        """Take a step on each batch with both functions; check that the losses are equal."""
+        """Take a step on each batch with both functions; check that the losses and the parameters are equal."""
         losses = self.train.steps(**self.data, **{self.argument: list(batches)})
         expected = [self.train_serial(*self.rows, batch) for batch in batches]
         np.testing.assert_allclose(np.array(losses, float), np.array(expected, float))
-
-    def assert_equal(self):
-        """Check that both functions have the same parameters."""
         np.testing.assert_allclose(*(w.get_value() for w in self.ws))
 
 
-@pytest.fixture(params=[False, True], ids=["host", "sliceable"])
+@pytest.fixture(params=[False, True], ids=["arguments", "sliceable"])
 def models(request, fork, many_steps_a_launch):
-    """Yield models whose rows are arguments, and models whose rows are in shared variables."""
+    """Return a `SteppedModels`.  The parameter is whether rows are in sliceable shared variables."""
     fork(1)
-    models = SteppedModels(request.param)
-    yield models
-    models.assert_equal()
+    return SteppedModels(request.param)
 
 
 def test_steps_of_one_rank_are_one_launch(models, launches):
-    for _ in range(70):
+    n_launches = LOG_CAPACITY // len(models.BATCHES) + 2  # more scalars than a log has entries
+    for _ in range(n_launches):
         models.take_steps()
-    assert launches == [1] * 70
+    assert launches == [1] * n_launches
 
 
 def test_shorter_step_is_a_separate_launch(models, launches):
@@ -236,16 +238,25 @@ def test_shorter_step_is_a_separate_launch(models, launches):
     assert launches == [1, 1, 1]
 
 
-def test_launches_that_need_too_much_memory_are_split(models, launches, monkeypatch):
-    models.take_steps()
-    launches.clear()
-    two_steps_nbytes = 2 * 2 * (3 + 1) * 8  # steps, rows, columns of x and y, bytes of a float64
-    monkeypatch.setattr("synkhronos.training.train_function.train_function.MAX_LAUNCH_NBYTES", two_steps_nbytes)
-    models.take_steps()
-    assert launches == [1] * (1 if models.argument == "batches_s" else 2)  # an array on the device needs no copy
+STEP_NBYTES = 2 * (3 + 1) * 8  # rows, columns of x and y, bytes of a float64
 
 
-def test_step_on_many_bytes_is_a_separate_launch(models, launches, monkeypatch):
-    monkeypatch.setattr("synkhronos.training.train_function.train_function._LONG_STEP_NBYTES", 2 * 4 * 8)
+@pytest.fixture(params=[("MAX_LAUNCH_NBYTES", 2 * STEP_NBYTES, 2), ("_LONG_STEP_NBYTES", STEP_NBYTES, 4)])
+def n_launches(request, monkeypatch):
+    """Lower a limit of the bytes that a launch or a step copies.  Return the number of launches of four steps."""
+    name, nbytes, n_launches = request.param
+    monkeypatch.setattr(f"synkhronos.training.train_function.train_function.{name}", nbytes)
+    return n_launches
+
+
+@pytest.mark.parametrize("models", [False], ids=["arguments"], indirect=True)
+def test_launches_that_copy_many_bytes_are_split(models, launches, n_launches):
     models.take_steps()
-    assert launches == [1] * (1 if models.argument == "batches_s" else 4)
+    assert launches == [1] * n_launches
+
+
+@pytest.mark.parametrize("models", [True], ids=["sliceable"], indirect=True)
+@pytest.mark.usefixtures("n_launches")
+def test_launches_that_copy_no_rows_are_not_split(models, launches):
+    models.take_steps()
+    assert launches == [1]

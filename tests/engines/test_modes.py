@@ -1,4 +1,4 @@
-"""Functions compiled by the graph libraries' real compilers equal the serial function in the same mode.
+"""Functions compiled by the graph libraries' real compilers equal the serial function in the same mode, or NumPy.
 
 Other tests use Python's linker, without rewrites or with those of FAST_COMPILE; see conftest.py.
 """
@@ -139,8 +139,8 @@ def check_dtypes(mode):
         assert_close(master_value, value[:5])
 
 
-def check_values_of_several_calls(mode):
-    """Check a shared variable that host collectives and functions change in turn."""
+def check_variable_updated_and_reduced_in_turn(mode):
+    """Check a shared variable that functions and collectives change in turn."""
     x = T.dvector("x")
     w = shared(np.zeros(2), "w")
     f = synk.function([x], w.sum(), updates=[(w, w + x.sum())], mode=mode)
@@ -157,7 +157,7 @@ CHECKS = [
     check_results_alias_nothing,
     check_large_outputs,
     check_dtypes,
-    check_values_of_several_calls,
+    check_variable_updated_and_reduced_in_turn,
 ]
 
 
@@ -199,13 +199,13 @@ class CountCompilations(Command):
 
 @pytest.mark.skipif(NAME == "theano" or XLA, reason="Numba compiles at the first call")
 @pytest.mark.slow
-def test_numba_cache_is_filled_by_one_rank(monkeypatch):
+def test_each_numba_function_is_compiled_by_one_rank(monkeypatch):
     monkeypatch.setattr(package.config, "mode", "NUMBA")
-    synk.fork(3, use_gpu=False)
+    synk.fork(3, use_gpu=False)  # on one host, even if ranks of other tests are on several
     try:
         new = 1 + float(np.random.default_rng().random())  # otherwise an earlier run could have cached it
         x, w = T.dmatrix("x"), shared(np.zeros(3), "w")
-        # One input only: PyTensor 2 takes the number of rows from either of two inputs, and ranks may choose differently.
+        # One input only: PyTensor takes the number of rows from either of two inputs, and ranks may choose differently.
         loss = ((x @ w * new - x[:, 0]) ** 2).mean()
         train = make_train_function(loss, [w], x, [], adam, learning_rate=new / 1000)
         losses = [float(train(X, [])) for _ in range(3)]
@@ -217,9 +217,9 @@ def test_numba_cache_is_filled_by_one_rank(monkeypatch):
         keys = [get_dispatcher(function).computation_key for function in (train.gradient, train.update, f)]
         with session.call_lock:
             session.wait_until_idle()
-            shown = session.run(CountCompilations(keys))
+            counts = session.run(CountCompilations(keys))
         read, compiled = (1, 0), (0, 1)  # cache hits, compilations
-        assert shown == [  # columns: gradient, update, f
+        assert counts == [  # by rank; columns: gradient, update, f
             [compiled, read, compiled],
             [read, compiled, read],  # rank 1 compiles the update while rank 0 compiles the gradient
             [read, read, read],
@@ -242,7 +242,7 @@ def test_interrupt_at_the_end_of_numba_code_is_raised(fork, monkeypatch):
     x = T.dvector("x")
     f = synk.function([x], (x + 1, "gather"), mode="NUMBA")
     assert_close(f(Y), Y + 1)
-    # The compiled code reads it as it returns the array, in a Python function whose exceptions it ignores.
+    # The compiled code reads the dictionary as it returns the array, in a Python function whose exceptions it ignores.
     monkeypatch.setattr(serialize, "_unpickled_memo", InterruptingDict(serialize._unpickled_memo))
     with pytest.raises(KeyboardInterrupt):
         f(Y)
@@ -255,7 +255,7 @@ BOTH_RANKS_BARRIER = multiprocessing.Barrier(2)
 
 
 class WaitForBothRanks(PythonOp):
-    """The identity, after a barrier of both ranks. Numba calls it in Python, and so caches no function with it."""
+    """The identity, after a barrier of both ranks.  Numba calls it in Python, and so caches no function with it."""
 
     def compute(self, x):
         BOTH_RANKS_BARRIER.wait(60)
@@ -266,11 +266,10 @@ class WaitForBothRanks(PythonOp):
 @pytest.mark.filterwarnings("ignore:Numba will use object mode")
 @pytest.mark.slow
 def test_numba_uncacheable_functions_compile_on_all_ranks():
-    synk.fork(2, use_gpu=False)
+    synk.fork(2, use_gpu=False)  # forks of this process, which share the barrier
     try:
         x = T.dvector("x")
         f = synk.function([x], (WaitForBothRanks()(x).sum(), "sum"), mode="NUMBA")
-        # An earlier version made the worker wait for the end of the master's first call.
-        assert_close(f(Y), Y.sum())
+        assert_close(f(Y), Y.sum())  # the barrier breaks if a worker waits for the end of the master's first call
     finally:
         synk.close()

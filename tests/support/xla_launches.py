@@ -5,7 +5,7 @@ from library import DEVICE
 
 from synkhronos.functions.computation import DEFAULT_VARIANT
 
-on_host = pytest.mark.skipif(DEVICE == "gpu", reason="fakes other ranks in host memory")
+not_on_gpus = pytest.mark.skipif(DEVICE == "gpu", reason="fakes other ranks in host memory")
 
 
 class Alarm(BaseException):

@@ -1,6 +1,6 @@
 """Collectives within XLA programs, by foreign functions that XLA calls while it launches a program.
 
-The calls of a collective on an array in chunks::
+A collective is one call that finishes it, after any number of calls that start a chunk of the array::
 
     traced      trace_start(chunk 0)    trace_start(chunk 1)    trace_finish(rest)      `FfiCollectives`
                       |                       |                       |
@@ -8,9 +8,11 @@ The calls of a collective on an array in chunks::
                       |                       |                       |
     NCCL         side stream             side stream             XLA's stream, which waits for the side stream
 
+The call that finishes a collective runs it on the rest of the array, or on all of it if no chunk was started.
+
 The handlers in C++ get the NCCL connection by `FfiCollectives.use_communicator`.  With the mode "python", XLA calls
-`_start_callback` and `_finish_callback` instead.  Each call has a number as an attribute, by which they find the
-`FfiCollectives`.  They pass the arrays to the launch's `LaunchCollectives`.
+`_start_callback` and `_finish_callback` instead.  They find the `FfiCollectives` by its number, an attribute of each
+call, and pass the arrays to the launch's `LaunchCollectives`.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ _log = logging.getLogger("synkhronos")
 _PYTHON_START_TARGET, _PYTHON_FINISH_TARGET = "synkhronos_start", "synkhronos_finish"
 
 #: Dtypes that NCCL can reduce, by XLA's numbers (XLA_FFI_DataType).
-_DTYPES = {
+_DTYPE_BY_XLA_NUMBER = {
     2: "int8",
     4: "int32",
     5: "int64",
@@ -63,12 +65,12 @@ class LaunchCollectives(ABC):
     """Python counterpart of the handlers in C++: runs the collectives of one launch of a program when XLA calls it."""
 
     def start(self, spans: Sequence[BufferSpan], stream: int | None) -> None:
-        """Start collectives that overlap the stream's next work.  Not called without `trace_start`."""
+        """Start collectives that overlap the stream's next work.  Called only for `FfiCollectives.trace_start`."""
         raise NotImplementedError
 
     @abstractmethod
     def finish(self, spans: Sequence[BufferSpan], valid_flag_address: int, stream: int | None) -> None:
-        """Enqueue collectives on the stream, make it wait for the started ones, and then set a flag.
+        """Enqueue collectives on the stream, make it wait for those that were started, if any, and then set a flag.
 
         ``valid_flag_address`` is the address on the device of an int32: 1 if the results are valid, else 0.
         """
@@ -80,9 +82,9 @@ class LaunchCollectives(ABC):
 class FfiCollectives:
     """The collectives of one XLA program, which gets a `LaunchCollectives` for each launch.
 
-    ``trace_start``, ``trace_finish`` and ``trace_sum`` insert its calls into the program, while JAX traces it.  With
-    the ``nccl_call_mode`` "python" XLA calls NCCL through a `LaunchCollectives`, with "native" through handlers in C++,
-    with "graph" through handlers in C++ that XLA may record in a CUDA graph.  The latter two need `use_communicator`.
+    ``trace_start``, ``trace_finish`` and ``trace_all_reduce`` insert its calls into the program, while JAX traces it.
+    With the ``nccl_call_mode`` "python" XLA calls NCCL through a `LaunchCollectives`, with "native" through handlers in
+    C++, with "graph" through handlers in C++ that XLA may record in a CUDA graph.
     An error ends the launch if ``aborts_on_error``.  Otherwise, and always with handlers in C++, the launch continues.
     Its undefined reductions are then marked as invalid, so that the program can return old values of donated arrays.
     """
@@ -113,6 +115,7 @@ class FfiCollectives:
     ) -> Iterator[None]:
         """Use a `LaunchCollectives` for the launches in the ``with`` block, and raise its error at the end.
 
+        This is for the mode "python"; other modes need `use_communicator`.
         RuntimeError is raised if the launch has made another number of collectives than ``n_collectives``, where the
         chunks of an array count as one; None stands for any number.  Signals must be deferred meanwhile
         (`ranks.interrupts.defer_signals`): a signal handler could raise at the first instruction of a callback, where
@@ -136,16 +139,16 @@ class FfiCollectives:
     def use_communicator(
         self, communicator: XlaCommunicator, shape: tuple[int, ...], n_collectives: int
     ) -> Iterator[LaunchState]:
-        """Use a communicator for the launch in the ``with`` block, by the handlers in C++.  Yield its state.
+        """Use a communicator for the launch in the ``with`` block, by the handlers in C++.  Yield the launch's state.
 
-        ``shape`` is that of the reduced array on all ranks.  ValueError is raised if the program, when it is traced,
-        reduces another number of items.  RuntimeError is raised if NCCL has failed, the connection was aborted, or the
-        launch has made another number of collectives than ``n_collectives``.
+        ``shape`` is that of the reduced array on all ranks.  If this launch traces the program, and the program reduces
+        another number of items, ValueError is raised.  RuntimeError is raised if NCCL has failed, the connection was
+        aborted, or the launch has made another number of collectives than ``n_collectives``.
         """
-        handlers, is_recordable = nccl_handlers.load_handlers(), self.nccl_call_mode == "graph"
+        handlers, may_be_recorded = nccl_handlers.load_handlers(), self.nccl_call_mode == "graph"
         self._launch_shape = shape
         try:
-            state = communicator.begin_native_calls(is_recordable)
+            state = communicator.begin_native_calls(may_be_recorded)
             try:
                 handlers.synkhronos_set_launch_state(state)
                 yield state
@@ -153,8 +156,8 @@ class FfiCollectives:
                 communicator.end_native_calls()
         finally:
             self._launch_shape = ()
-        communicator.check_native_calls(is_recordable)
-        if not is_recordable and state.n_finished != n_collectives:
+        communicator.check_native_calls(may_be_recorded)
+        if not may_be_recorded and state.n_finished != n_collectives:
             raise RuntimeError(f"the launch made {state.n_finished} collectives, expected {n_collectives}")
 
     def _raise_error(self) -> None:
@@ -167,9 +170,10 @@ class FfiCollectives:
         """Trace the start of a collective on an array.  Return its result and a token.
 
         XLA may order independent operations differently on different ranks.  The token makes each start depend on the
-        previous one, so that all ranks start them in the same order.  The first start takes the token 0.  The result
-        has the shape ``shape``, or replaces the array.  Its content is undefined until `trace_finish`, which takes it
-        and the token.
+        previous one, so that all ranks start them in the same order.  The first start takes the token 0.
+
+        The result takes the array's memory, or is a new array of the shape ``shape``.  Its content is undefined until
+        `trace_finish`, which takes it and the token.
         """
         import jax
 
@@ -192,12 +196,12 @@ class FfiCollectives:
         extra_operands: Sequence[Array] = (),
         shapes: Sequence[tuple[int, ...] | None] | None = None,
     ) -> tuple[list[Any], Any]:
-        """Trace a collective on arrays, and the wait for ``started``, all arrays that `trace_start` has returned.
+        """Trace the call that runs a collective on arrays, and waits for the chunks that were ``started`` before.
 
-        ``token`` is the last token of `trace_start`, and ``shapes`` has the shape, as there, of each of ``arrays``.
-        ``extra_operands`` are further operands of the call.  In a loop, a value that differs in each iteration prevents
-        XLA from hoisting the call out of the loop.  Arrays whose collectives were started with a shape are operands so
-        that XLA does not reuse their memory.
+        ``started`` are all arrays that `trace_start` has returned, and ``token`` its last token.  ``shapes`` has the
+        argument ``shape`` of `trace_start` for each of ``arrays``.  ``extra_operands`` are further operands of the
+        call.  In a loop, a value that differs in each iteration prevents XLA from hoisting the call out of the loop.
+        Arrays whose collectives were started with a shape are operands so that XLA does not reuse their memory.
 
         Return the started arrays, then ``arrays``, both reduced (or gathered), and an int32.  The int32 is 0 if the
         connection was aborted, and the arrays are undefined.
@@ -211,9 +215,8 @@ class FfiCollectives:
         else:
             n_items = sum(math.prod(array.shape) for array in operands)
             if n_items != math.prod(self._launch_shape):
-                raise ValueError(
-                    f"collective: expected shape {self._launch_shape}, as before the launch, got {n_items} items"
-                )
+                n_expected = math.prod(self._launch_shape)
+                raise ValueError(f"collective: expected {n_expected} items, as before the launch, got {n_items}")
             # A CUDA graph can't wait for the side stream, on which chunks are reduced outside of the graph.
             is_recordable = self.nccl_call_mode == "graph" and not started
             target = nccl_handlers.RECORDABLE_FINISH_TARGET if is_recordable else nccl_handlers.FINISH_TARGET
@@ -232,8 +235,8 @@ class FfiCollectives:
         *reduced, is_valid = call(*operands, token, *extra_operands, **attributes)
         return reduced, is_valid
 
-    def trace_sum(self, array: Array) -> Any:
-        """Trace the sum of an array of floats over the ranks.  The sum is NaN if the connection was aborted.
+    def trace_all_reduce(self, array: Array) -> Any:
+        """Trace an all-reduce of an array of floats.  The result is NaN if the connection was aborted.
 
         Under `jax.vmap`, the whole batch is reduced at once.
         """
@@ -241,15 +244,15 @@ class FfiCollectives:
         import jax.numpy as jnp
 
         @jax.custom_batching.custom_vmap
-        def total(array: Array) -> Any:
+        def all_reduce(array: Array) -> Any:
             (reduced,), is_valid = self.trace_finish([array])
             return jnp.where(is_valid != 0, reduced, jnp.nan)
 
-        @total.def_vmap
-        def total_of_batch(size: int, in_batched: Sequence[bool], batch: Any) -> tuple[Any, bool]:
-            return total(batch), True
+        @all_reduce.def_vmap
+        def all_reduce_batch(size: int, in_batched: Sequence[bool], batch: Any) -> tuple[Any, bool]:
+            return all_reduce(batch), True
 
-        return total(array)
+        return all_reduce(array)
 
     # -- called by XLA ---------------------------------------------------------------------------------------
 
@@ -270,8 +273,8 @@ class FfiCollectives:
                 return create_collective_error(frame)
             else:
                 handle_call(collectives, frame, collectives._launch_collectives)
-        # An exception can't pass through XLA.  Only the first error is stored, as it may be the cause of later ones.
         except BaseException as error:
+            # An exception can't pass through XLA.  The first error is stored, as it may be the cause of later ones.
             if collectives is None:
                 _log.error("XLA's call of a collective can't be read: %r", error)
             else:
@@ -291,10 +294,10 @@ class FfiCollectives:
         """Enqueue the collective on the arrays of a call of `trace_finish`, and order the stream after started ones."""
         self._n_finished += 1
         n_started, self._n_started = self._n_started, 0
-        n_arrays = frame.results.size - 1
+        flag_index = frame.results.size - 1
         # The started arrays are the first arguments only so that XLA orders their readers after this call.
-        spans = _read_spans(frame, n_started, n_arrays)
-        valid_flag_address = frame.results.buffers[n_arrays].contents.data
+        spans = _read_spans(frame, n_started, flag_index)
+        valid_flag_address = frame.results.buffers[flag_index].contents.data
         if self._error is None:
             launch_collectives.finish(spans, valid_flag_address, get_stream(frame))
         else:
@@ -312,14 +315,14 @@ def _finish_callback(address: int) -> int | None:
 
 
 def _read_spans(frame: Any, start: int, stop: int) -> list[BufferSpan]:
-    """Return the addresses of a call's arguments and results ``start`` to ``stop``."""
+    """Return the spans of a call's arguments and results ``start:stop``."""
     spans = []
     for i in range(start, stop):
         source, target = frame.arguments.buffers[i].contents, frame.results.buffers[i].contents
         n_items = 1
         for axis in range(source.rank):
             n_items *= source.dims[axis]
-        spans.append(BufferSpan(source.data, target.data, n_items, _DTYPES[source.dtype]))
+        spans.append(BufferSpan(source.data, target.data, n_items, _DTYPE_BY_XLA_NUMBER[source.dtype]))
     return spans
 
 

@@ -43,10 +43,10 @@ class XlaCommunicator(NcclCommunicator):
         """Number of the current connection's NCCL communicator, unique in this process."""
         return self._connection.communicator_number
 
-    def begin_native_calls(self, is_recordable: bool) -> LaunchState:
+    def begin_native_calls(self, may_be_recorded: bool) -> LaunchState:
         """Let the handlers of the next launch call NCCL without Python, until `end_native_calls`.
 
-        Return the state for them.  With ``is_recordable``, XLA may record the launch as a CUDA graph.
+        Return the state for them.  With ``may_be_recorded``, XLA may record the launch as a CUDA graph.
         """
         connection = self._connection
         state = connection.launch_state
@@ -55,7 +55,7 @@ class XlaCommunicator(NcclCommunicator):
                 setattr(state, name, address)
             state.side_stream, state.event = self._gpu.side_stream, int(self._gpu.event)
         self._mark_started()
-        connection.may_be_recorded = connection.may_be_recorded or is_recordable
+        connection.may_be_recorded = connection.may_be_recorded or may_be_recorded
         self._nccl_lock.acquire()
         state.reset()
         return state
@@ -65,10 +65,10 @@ class XlaCommunicator(NcclCommunicator):
         self._connection.launch_state.is_active = 0
         self._nccl_lock.release()
 
-    def check_native_calls(self, is_recordable: bool) -> None:
+    def check_native_calls(self, may_be_recorded: bool) -> None:
         """Raise RuntimeError if NCCL or CUDA has failed in the last launch, or the connection was aborted."""
         state = self._connection.launch_state
-        if state.failure_kind or is_recordable:
+        if state.failure_kind or may_be_recorded:
             self._connection.check_connected()  # a recorded launch can't detect an abort
         state.raise_if_failed()
 

@@ -94,9 +94,9 @@ class NcclLaunchCollectives(LaunchCollectives):
         n_items, self._n_started_items = self._n_started_items + sum(span.n_items for span in spans), 0
         if self._collective == "all_gather":
             n_items *= self._rank.size
-        if n_items != math.prod(self._shape):
+        if n_items != (n_expected := math.prod(self._shape)):
             self.join_side_stream(stream)
-            raise ValueError(f"collective: expected shape {self._shape}, as before the launch, got {n_items} items")
+            raise ValueError(f"collective: expected {n_expected} items, as before the launch, got {n_items}")
         self._communicator.enqueue_on_xla_stream(spans, self._op, valid_flag_address, stream, self._collective)
         self._collective = next(self._collectives)
 

@@ -49,7 +49,7 @@ class SpmdProgram:
 
     def all_reduce(self, vector: Array) -> Array:
         """Return the sum of the ranks' vectors; traced by JAX."""
-        return vector if self.rank.size == 1 else self._ffi_collectives.trace_sum(vector)
+        return vector if self.rank.size == 1 else self._ffi_collectives.trace_all_reduce(vector)
 
     def run(self, function: Callable[[], Sequence[np.ndarray]], settings: dict[str, Any]) -> Sequence[np.ndarray]:
         """Run a function on every rank, and return its sequence of arrays, which is equal on all ranks.

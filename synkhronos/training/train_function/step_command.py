@@ -59,9 +59,9 @@ class _StepCommandFields(NamedTuple):
     n_steps: int = 1
     #: Whether every rank has rows.  If not, no rank fuses the step.
     every_rank_has_rows: bool = True
-    #: Whether the ranks launch the fused step without comparing their plans, and whether they can fuse it; see
-    #: `can_skip_plan_check`.
-    skips_plan_check: bool = False
+    #: Whether the ranks launch the fused step without the two comparisons: of their plans, and of whether each rank can
+    #: fuse it; see `can_skip_comparisons`.
+    skips_comparisons: bool = False
 
 
 class StepCommand(_StepCommandFields, Command):
@@ -93,11 +93,11 @@ class StepCommand(_StepCommandFields, Command):
         update_rank_call = self.update_call.compile_and_bind(rank)
         if self.every_rank_has_rows:
             fused_runner = fuse_calls(
-                rank, self, gradient_rank_call, [update_rank_call], self.n_steps, self.skips_plan_check
+                rank, self, gradient_rank_call, [update_rank_call], self.n_steps, self.skips_comparisons
             )
         if fused_runner is not None:
-            if self.skips_plan_check or rank.size == 1:
-                last_steps = rank.registry.get_or_create(_LastFusedSteps)
+            if self.skips_comparisons or rank.size == 1:
+                last_steps = rank.registry.get_or_create(_LastFusedStepByRunner)
                 last_step = _LastFusedStep(self, update_rank_call.compiled, fused_runner)
                 last_steps[gradient_rank_call.compiled.runner] = last_step
             return gradient_rank_call.run(fused_runner), []
@@ -110,7 +110,7 @@ class StepCommand(_StepCommandFields, Command):
 
         `prepare_exchange` finds out whether the gradient's variable has changed.
         """
-        last = rank.registry.get_or_create(_LastFusedSteps).get(gradient_rank_call.compiled.runner)
+        last = rank.registry.get_or_create(_LastFusedStepByRunner).get(gradient_rank_call.compiled.runner)
         if last is None or last.command is not self:
             return None
         computation: Computation = rank.get_object(self.update_call.computation_key)
@@ -145,9 +145,9 @@ class StepCommand(_StepCommandFields, Command):
 
     def prepare_exchange(self, rank: Rank) -> tuple[Communicator, tuple[int, ...]]:
         """Return the communicator of the all-reduce, and the gradient's shape, which is the same on all ranks."""
-        plans = rank.registry.get_or_create(_FusedStepPlans)
+        plans = rank.registry.get_or_create(_FusedStepPlanByAllReduce)
         last = plans.get(self.all_reduce_command)
-        if not self.skips_plan_check:
+        if not self.skips_comparisons:
             plan = self.all_reduce_command.agree_on_plan(rank)
             plans[self.all_reduce_command] = _FusedStepPlan(plan, rank.command_number)
         elif last is not None and last.plan.is_valid(rank):
@@ -167,7 +167,7 @@ class _LastFusedStep(NamedTuple):
     runner: Runner
 
 
-class _LastFusedSteps(WeakKeyDict[Runner, _LastFusedStep]):
+class _LastFusedStepByRunner(WeakKeyDict[Runner, _LastFusedStep]):
     """Last fused step of each gradient's runner.  It is repeated without fusing anew, as in a training loop."""
 
 
@@ -179,7 +179,7 @@ class _FusedStepPlan:
     command_number: int
 
 
-class _FusedStepPlans(BoundedCache[AllReduce, _FusedStepPlan]):
+class _FusedStepPlanByAllReduce(BoundedCache[AllReduce, _FusedStepPlan]):
     """Plan of the last fused step of each all-reduce.
 
     If no command has failed since, all ranks have this plan and have fused the step.  So the next step may skip both
@@ -189,13 +189,13 @@ class _FusedStepPlans(BoundedCache[AllReduce, _FusedStepPlan]):
     """
 
 
-def can_skip_plan_check(rank: Rank, all_reduce_command: AllReduce) -> bool:
-    """Whether all ranks still have the plan of the last fused step, as far as the master knows.
+def can_skip_comparisons(rank: Rank, all_reduce_command: AllReduce) -> bool:
+    """Whether all ranks can fuse the step, with the plan of the last fused one, as far as the master knows.
 
     A rank's plan changes with the master's, or after a failed command.  If it has changed on a worker alone, the
     worker fails before its launch, and the watchdog aborts the others' launches.  No rank's parameters change.
     """
-    last = rank.registry.get_or_create(_FusedStepPlans).get(all_reduce_command)
+    last = rank.registry.get_or_create(_FusedStepPlanByAllReduce).get(all_reduce_command)
     return last is not None and last.command_number > rank.barriers.last_failed_command and last.plan.is_valid(rank)
 
 

@@ -42,7 +42,7 @@ from synkhronos.training.train_function.launch_groups import (
     group_steps,
 )
 from synkhronos.training.train_function.optimizer_state import OptimizerState
-from synkhronos.training.train_function.step_command import ShardedStepCommand, StepCommand, can_skip_plan_check
+from synkhronos.training.train_function.step_command import ShardedStepCommand, StepCommand, can_skip_comparisons
 from synkhronos.training.train_function.step_options import StepOptions
 from synkhronos.training.train_function.training_graph import DataArgument, TrainingGraph
 from synkhronos.training.train_function.weighted_mean import divide_by_weight
@@ -430,7 +430,7 @@ class TrainFunction:
             self._n_tail_items,
             n_steps,
             every_rank_has_rows,
-            can_fuse and can_skip_plan_check(session.rank, all_reduce),
+            can_fuse and can_skip_comparisons(session.rank, all_reduce),
         )
         if command != self._last_command:
             self._last_command = command
