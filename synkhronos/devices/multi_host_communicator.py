@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices.communicator import ArrayLayout
-from synkhronos.devices.reduce_op import REDUCE_OPS
+from synkhronos.devices.reduce_op import REDUCE_OPS, divide_in_place
 from synkhronos.devices.shared_memory_communicator import (
     SharedMemoryCommunicator,
     accumulate_arrays,
@@ -178,7 +178,7 @@ class MultiHostCommunicator(SharedMemoryCommunicator):
             result = out.wait_for_free_frame().view(accumulator)[low:high]
             accumulate_arrays(inputs, reduce_op, result)
             if self._is_last and reduce_op.is_mean:
-                np.true_divide(result, len(contributors), out=result)
+                divide_in_place(result, len(contributors))
             if not self._is_first:
                 self._up_in.finish_frame()
             out.finish_frame(count * accumulator.itemsize)

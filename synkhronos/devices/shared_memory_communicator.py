@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices.communicator import ArrayLayout, Communicator
-from synkhronos.devices.reduce_op import REDUCE_OPS, ReduceOp
+from synkhronos.devices.reduce_op import REDUCE_OPS, ReduceOp, divide_in_place
 from synkhronos.ranks import Rank
 from synkhronos.ranks.control_memory import SCRATCH_NBYTES
 
@@ -183,8 +183,8 @@ class SharedMemoryCommunicator(Communicator):
         A small array takes one barrier: each rank reduces all contributions.
 
         Each chunk of a large array is divided into one share per rank, and takes two barriers.  Contributors publish
-        their elements before the first one.  After it each rank reduces its share, and writes the result over rank 0's
-        elements, which no other rank reads.  Ranks copy all shares after the second one.
+        their elements before the first one.  After it each rank reduces its share, and writes the result into its own
+        scratch area, whose cache lines no other rank writes.  Ranks copy all shares after the second one.
 
         ``source`` may be bytes of another kind, as in `Communicator.gather`: then chunks are copied as a whole.
         """
@@ -206,7 +206,8 @@ class SharedMemoryCommunicator(Communicator):
         is_array = isinstance(source, np.ndarray)
         for offset in range(0, n_items, max_chunk_items):
             count = min(max_chunk_items, n_items - offset)
-            low, high = count * number // rank.size, count * (number + 1) // rank.size
+            bounds = [count * r // rank.size for r in range(rank.size + 1)]
+            low, high = bounds[number], bounds[number + 1]
             shared = self.switch_scratch_halves().view(dtype)
             if source is not None and not is_array:
                 source.copy_to(as_bytes(shared[number, :count]), offset * dtype.itemsize)
@@ -216,11 +217,15 @@ class SharedMemoryCommunicator(Communicator):
                 shared[number, high:count] = chunk[high:]
             rank.barrier()
             if high > low:
-                inputs = [chunk[low:high] if r == number and is_array else shared[r, low:high] for r in contributors]
-                reduce_arrays(inputs, reduce_op, shared[0, low:high])
+                result = shared[number, low:high]
+                own_input = chunk[low:high] if is_array else result.copy()
+                inputs = [own_input if r == number else shared[r, low:high] for r in contributors]
+                reduce_arrays(inputs, reduce_op, result)
             rank.barrier()
             if target is not None:
-                target[offset : offset + count] = shared[0, :count]
+                chunk = target[offset : offset + count]
+                for r, (start, stop) in enumerate(pairwise(bounds)):
+                    chunk[start:stop] = shared[r, start:stop]
 
 
 def reduce_arrays(inputs: Sequence[np.ndarray], reduce_op: ReduceOp, out: np.ndarray) -> None:
@@ -229,7 +234,7 @@ def reduce_arrays(inputs: Sequence[np.ndarray], reduce_op: ReduceOp, out: np.nda
     wide = out if accumulator == out.dtype else np.empty(out.size, accumulator)
     accumulate_arrays(inputs, reduce_op, wide)
     if reduce_op.is_mean:
-        np.true_divide(wide, len(inputs), out=wide)
+        divide_in_place(wide, len(inputs))
     if wide is not out:
         out[:] = wide
 

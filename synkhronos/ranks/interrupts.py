@@ -16,7 +16,7 @@ import _signal  # type: ignore[import-not-found]  # typeshed has no stubs of it
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import FrameType
 from typing import Self, TypeAlias
@@ -31,6 +31,8 @@ MAX_DEFERRAL_SECONDS = 2.0
 SignalHandler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
 
 _SIGNALS = [int(member) for member in signal.valid_signals()]
+#: Handlers of all signals at the last call of `_find_raising`, and its result.
+_last_found: tuple[list[SignalHandler], Sequence[int]] = [], ()
 
 
 class NonRaisingHandler(partial[object]):
@@ -68,11 +70,12 @@ class defer_signals:  # noqa: N801 - a block, as the functions of contextlib are
         return self
 
     def _replace_handlers(self) -> None:
-        for signal_number, handler in zip(_SIGNALS, map(_getsignal, _SIGNALS), strict=True):
-            # Other signals are ignored, are fatal, have a handler that Python did not install, or one that can't raise.
-            if callable(handler) and type(handler) is not NonRaisingHandler:
-                self._handlers[signal_number] = handler
-                _setsignal(signal_number, self._handle_signal)
+        handlers = [*map(_getsignal, _SIGNALS)]
+        for i in _find_raising(handlers):
+            signal_number = _SIGNALS[i]
+            self._handlers[signal_number] = handlers[i]
+            # A handler that has just run may have replaced this one.
+            self._handlers[signal_number] = _setsignal(signal_number, self._handle_signal)
 
     def __exit__(self, *_: object) -> None:
         if not self._has_stopped:
@@ -136,6 +139,21 @@ class defer_signals:  # noqa: N801 - a block, as the functions of contextlib are
             self._restore_handlers([(signal_number, handler)])
         if callable(handler):
             handler(signal_number, frame)
+
+
+def _find_raising(handlers: list[SignalHandler]) -> Sequence[int]:
+    """Return the indexes of the handlers that may raise, among those of all signals, which are nearly always the same.
+
+    Other signals are ignored, are fatal, have a handler that Python did not install, or one that can't raise.
+    """
+    global _last_found
+    last_handlers, indexes = _last_found
+    if handlers != last_handlers:
+        indexes = [
+            i for i, handler in enumerate(handlers) if callable(handler) and type(handler) is not NonRaisingHandler
+        ]
+        _last_found = handlers, indexes
+    return indexes
 
 
 def get_handler(signal_number: int) -> SignalHandler:
