@@ -299,16 +299,19 @@ def _parse_output_op(library: GraphLibrary, output: object, op: object, position
 
 def _resolve_mode(library: GraphLibrary, mode: Any, device: Device) -> Mode:
     """Return a mode, by default that of functions on the device.  Raise ValueError or TypeError if there is none."""
-    if mode is None:
-        return device.default_mode or library.package.config.mode
     modes = library.package.compile.mode
+    name = mode
+    if mode is None:
+        name = device.default_mode or library.package.config.mode
     try:
-        resolved = modes.get_mode(mode)
+        resolved = modes.get_mode(name)
     except Exception as error:  # Theano raises Exception itself
-        raise ValueError(f"mode: {library.name} has no mode {mode!r}: {error}") from None
+        raise ValueError(f"mode: {library.name} has no mode {name!r}: {error}") from None
     if not isinstance(resolved, modes.Mode):
-        raise TypeError(f"mode: expected a mode of {library.name}, or the name of one, got {mode!r}")
-    return mode
+        raise TypeError(f"mode: expected a mode of {library.name}, or the name of one, got {name!r}")
+    if isinstance(name, str) and name.upper() in ("MODE", "FAST_RUN"):  # they depend on further settings
+        return next((name for name, predefined in modes.predefined_modes.items() if predefined is resolved), resolved)
+    return name
 
 
 def _check_kwargs(library: GraphLibrary, kwargs: dict[str, Any]) -> None:

@@ -16,8 +16,10 @@ from system import time_limit
 import synkhronos as synk
 from synkhronos import ranks
 from synkhronos.engines.outputs import MAX_SMALL_NBYTES
+from synkhronos.functions import get_dispatcher
 from synkhronos.graph_libraries import get_library
 from synkhronos.graph_libraries.library import CompileOrder
+from synkhronos.ranks import Command
 from synkhronos.ranks.control_memory import SCRATCH_NBYTES
 
 pytestmark = pytest.mark.usefixtures("rewrites")
@@ -448,6 +450,27 @@ def test_first_call_is_ordered_on_all_ranks_if_the_order_of_one_differs(monkeypa
     f = synk.function([x], (x.sum(), "sum"))
     with time_limit():
         assert [f(np.ones(n)) for n in (4, 1)] == [4, 1]
+
+
+class GetLinkers(Command):
+    """Command that returns the linker by which each rank has compiled a function."""
+
+    def __init__(self, key):
+        self.key = key
+
+    def run(self, rank):
+        (compiled,) = rank.get_object(self.key).compiled_variants.values()
+        return rank.all_gather(type(compiled.function.maker.linker).__name__)
+
+
+def test_the_masters_setting_of_the_linker_is_that_of_all_ranks(monkeypatch, two_ranks_per_test):
+    x = T.dvector("x")
+    with monkeypatch.context() as patch:
+        patch.setattr(package.config, "linker", "vm")  # after the fork
+        f = synk.function([x], (x.sum(), "sum"), mode="Mode")
+    assert f(np.ones(4)) == 4
+    linker = type(package.compile.mode.predefined_linkers["vm"]).__name__
+    assert ranks.get_session().run(GetLinkers(get_dispatcher(f).computation_key)) == [linker] * 2
 
 
 def test_functions_share_variables(two_ranks_per_test):
