@@ -107,7 +107,7 @@ class AllReduce(Command):
         shareds = rank.get_objects(self.variable_keys)
         replicas = prepare_replicas(rank, shareds, self.uses_device_communicator, self.op, digests_differ)
         for replica in replicas:
-            replica.check_equal_shapes("all_reduce")
+            replica.check_equal_layouts("all_reduce")
         plan = plans[self] = AllReducePlan.from_replicas(rank, self.variable_keys, replicas)
         return plan
 

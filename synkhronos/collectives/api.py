@@ -271,7 +271,7 @@ def reduce(shared_vars: SharedVariables, op: str = "avg", in_place: bool = True,
     Raises
     ------
     ValueError
-        If shapes differ between ranks; the message lists them.  No variable is changed.
+        If shapes or dtypes differ between ranks; the message lists them.  No variable is changed.
 
     Examples
     --------
@@ -305,7 +305,7 @@ def all_reduce(shared_vars: SharedVariables, op: str = "avg", nccl: bool = True)
     Raises
     ------
     ValueError
-        If shapes differ between ranks; the message lists them.  No variable is changed.
+        If shapes or dtypes differ between ranks; the message lists them.  No variable is changed.
 
     Examples
     --------
@@ -342,7 +342,7 @@ def reduce_scatter(shared_vars: SharedVariables, op: str = "avg", nccl: bool = T
     Raises
     ------
     ValueError
-        If shapes differ between ranks; the message lists them.  No variable is changed.
+        If shapes or dtypes differ between ranks; the message lists them.  No variable is changed.
 
     Notes
     -----

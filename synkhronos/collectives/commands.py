@@ -161,12 +161,13 @@ class VariableReplica:
         """Raise a ValueError that all ranks have found at the same point; see `Rank.raise_common_error`."""
         self._rank.raise_common_error(ValueError(message))
 
-    def check_equal_shapes(self, collective: str) -> None:
-        """Raise ValueError on all ranks if the ranks' shapes differ."""
-        if len({shape for shape, _ in self.layouts}) > 1:
+    def check_equal_layouts(self, collective: str) -> None:
+        """Raise ValueError on all ranks if the ranks' shapes or dtypes differ."""
+        if len(set(self.layouts)) > 1:
+            difference = "shape" if len({shape for shape, _ in self.layouts}) > 1 else "dtype"
             self.raise_common_value_error(
-                f"{collective}: {describe(self.shared)} needs the same shape on all ranks, but {self.format_shapes()}; "
-                "see gather(), which takes any shapes"
+                f"{collective}: {describe(self.shared)} needs the same {difference} on all ranks, but "
+                f"{self.format_layouts()}; see gather(), which takes any {difference}s"
             )
 
     def check_shape(self, shape: tuple[int, ...], collective: str) -> None:
@@ -176,9 +177,13 @@ class VariableReplica:
                 f"{collective}: {describe(self.shared)} of type {self.shared.type} can't take shape {shape}"
             )
 
-    def format_shapes(self) -> str:
-        """Return a description of each rank's shape for an error message."""
-        return ", ".join(f"rank {r} has {shape}" for r, (shape, _) in enumerate(self.layouts))
+    def format_layouts(self) -> str:
+        """Return a description of each rank's shape for an error message, with dtypes if they differ."""
+        dtypes = [str(dtype) for _, dtype in self.layouts]
+        names = dtypes if len(set(dtypes)) > 1 else [""] * len(dtypes)
+        return ", ".join(
+            f"rank {r} has {name}{shape}" for r, (name, (shape, _)) in enumerate(zip(names, self.layouts, strict=True))
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,9 +270,9 @@ class AllGather(Command):
         replicas = prepare_replicas(rank, rank.get_objects(self.variable_keys), self.uses_device_communicator)
         for replica in replicas:
             if not _can_concatenate(replica.layouts):
-                shapes = replica.format_shapes()
+                layouts = replica.format_layouts()
                 replica.raise_common_value_error(
-                    f"all_gather: {describe(replica.shared)} can't be concatenated along axis 0: {shapes}"
+                    f"all_gather: {describe(replica.shared)} can't be concatenated along axis 0: {layouts}"
                 )
             rows = sum(shape[0] for shape, _ in replica.layouts)
             replica.check_shape((rows, *replica.layouts[0][0][1:]), "all_gather")
@@ -290,7 +295,7 @@ class ReduceScatter(Command):
         replicas = prepare_replicas(rank, rank.get_objects(self.variable_keys), self.uses_device_communicator, self.op)
         shares = []
         for replica in replicas:
-            replica.check_equal_shapes("reduce_scatter")
+            replica.check_equal_layouts("reduce_scatter")
             shape = replica.layouts[0][0]
             if not shape:
                 replica.raise_common_value_error(f"reduce_scatter: {describe(replica.shared)} has no rows to divide")
@@ -321,7 +326,7 @@ class Reduce(Command):
             return []  # a reduction over one rank is that rank's value
         replicas = prepare_replicas(rank, rank.get_objects(self.variable_keys), self.uses_device_communicator, self.op)
         for replica in replicas:
-            replica.check_equal_shapes("reduce")
+            replica.check_equal_layouts("reduce")
         in_place, results = self.in_place and rank.is_master, []
         for replica in replicas:
             layout, out = replica.layouts[0], None
@@ -413,17 +418,18 @@ def gather_pickles(rank: Rank, pickled: bytes) -> list[Any]:
 
 def _can_concatenate(layouts: Sequence[ArrayLayout]) -> bool:
     """Whether arrays of these layouts can be concatenated along axis 0."""
-    return all(shape and shape[1:] == layouts[0][0][1:] for shape, _ in layouts)
+    first_shape, first_dtype = layouts[0]
+    return all(shape and shape[1:] == first_shape[1:] and dtype == first_dtype for shape, dtype in layouts)
 
 
 def _allocate_gathered(device: Device, layouts: Sequence[ArrayLayout], nd_up: int) -> tuple[Any, list[Any]]:
     """Allocate the result of a gather.  Return it, and for each rank the items that the rank's array fills.
 
-    The result is a list of arrays if the shapes don't fit into one array.
+    The result is a list of arrays if the shapes don't fit into one array, or the dtypes differ.
     """
     shapes = [shape for shape, _ in layouts]
     dtype = layouts[0][1]
-    if nd_up == 1 and len(set(shapes)) == 1:
+    if nd_up == 1 and len(set(layouts)) == 1:
         result: Any = device.empty((len(shapes), *shapes[0]), dtype)
     elif nd_up == 0 and _can_concatenate(layouts):
         result = device.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype)

@@ -613,6 +613,36 @@ def test_reductions_check_shapes_again_after_a_change(n):
     assert_values(s, [np.full(4, float(n))] * n)
 
 
+def store_float32(context, variable):
+    """Put an array of another dtype into the container of rank 0's copy, which ``set_value`` would refuse."""
+    if context.number == 0:
+        variable.container.storage[0] = np.arange(3, dtype="float32")
+
+
+@pytest.mark.parametrize("nccl", [True, False])
+def test_collectives_refuse_different_dtypes(n, nccl):
+    if n == 1:
+        pytest.skip("needs two ranks")
+    s, values = get_variable(), [np.arange(3.0)] * n
+    set_values(s, values)
+    synk.all_reduce(s, "max", nccl=nccl)
+    synk.run(store_float32, s)
+    for collective in ("reduce", "all_reduce", "reduce_scatter"):
+        for _ in range(2):
+            with pytest.raises(
+                ValueError, match=rf"^{collective}: 's0' needs the same dtype on all ranks, but rank 0 has"
+            ):
+                getattr(synk, collective)(s, "max", nccl=nccl)
+    with pytest.raises(ValueError, match=r"rank 0 has float32\(3,\), rank 1 has float64\(3,\)"):
+        synk.all_gather(s, nccl=nccl)
+    for nd_up in (0, 1):
+        gathered = synk.gather(s, nd_up, nccl=nccl)
+        assert [np.asarray(value).dtype.name for value in gathered] == ["float32", *["float64"] * (n - 1)]
+        np.testing.assert_array_equal(gathered, values)
+    synk.broadcast(s, nccl=nccl)
+    assert_values(s, values)
+
+
 def test_reductions_refuse_equal_sizes_of_different_shapes(n):
     if n == 1:
         pytest.skip("needs two ranks")

@@ -29,7 +29,7 @@ class Rotate(Command):
     def run(self, rank):
         replicas = prepare_replicas(rank, rank.get_objects(self.keys))
         for replica in replicas:
-            replica.check_equal_shapes("rotate")
+            replica.check_equal_layouts("rotate")
         for replica in replicas:
             out = [np.empty(*layout) for layout in replica.layouts]
             replica.communicator.all_gather(replica.get_contiguous(), replica.layouts, out)

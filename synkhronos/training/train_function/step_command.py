@@ -375,7 +375,7 @@ def _prepare_matrix_and_shard(rank: Rank, matrix: SharedVariable, shard: SharedV
     del value  # `VariableReplica.get_writable` checks whether others refer to the array
     replicas = prepare_replicas(rank, [matrix, shard], uses_device_communicator=True)
     for replica in replicas:
-        replica.check_equal_shapes("shard_optimizer")
+        replica.check_equal_layouts("shard_optimizer")
     if replicas[0].device is not replicas[1].device:
         replicas[0].raise_common_value_error("shard_optimizer: the gradient and its reduction are on different devices")
     return replicas
