@@ -12,6 +12,7 @@ import synkhronos as synk
 from synkhronos.functions.call import RankCall
 from synkhronos.training import CheckpointFolder, make_train_function, make_trainer
 from synkhronos.training import updates as u
+from synkhronos.training.train_function import optimizer_state
 from synkhronos.training.train_function.step_command import ShardedStepCommand
 
 rng = np.random.default_rng(0)
@@ -169,6 +170,21 @@ def test_shard_optimizer_state_is_set_for_all_sharded_variables(n_ranks):
     with pytest.raises(ValueError, match=r"^whole_variables: expected all sharded variables; missing: \['w_m'\]"):
         train.set_state_vector(others, vector)
     assert_equal(train.get_optimizer_state(), before)
+
+
+def test_interrupt_before_the_first_sharded_step_keeps_initial_values(n_ranks, monkeypatch):
+    if n_ranks == 1:
+        pytest.skip("one rank has the whole state")
+    train = ThreeDtypeRegression().train_by(u.adam, shard_optimizer=True, ema=0.9)
+    expected = [np.array(variable.get_value()) for variable in train._graph.optimizer_state]
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(optimizer_state, "scatter", interrupt)
+        train(X, Y)
+    assert_equal(train.get_optimizer_state(), expected)
 
 
 def train_adam(folder, epochs, shards, resume=None):

@@ -42,30 +42,32 @@ class OptimizerState:
         """Whether a rank has a shard of some variables."""
         return self.n_ranks is not None
 
-    def ensure_scattered(self, caller_sets_all: bool = False) -> None:
+    def ensure_scattered(self) -> None:
         """Scatter the shards of the initial values to the ranks of a new session, unless they have been scattered.
 
-        With ``caller_sets_all`` nothing is sent, since the caller sets all values.  Without it, RuntimeError is raised
-        if the session with the present shards has ended.
+        Raise RuntimeError if the session with the present shards has ended.
         """
-        if not self.is_sharded:
+        if not self.is_sharded or self._session is ranks.get_session():
             return
-        session = ranks.get_session()
-        if self._session is session:
-            return
-        if session.size != self.n_ranks:
-            raise RuntimeError(
-                f"shard_optimizer: the training function was made for {self.n_ranks} ranks, got {session.size}"
-            )
-        if self._session is not None and not caller_sets_all:
+        session = self._get_session()
+        if self._session is not None:
             raise RuntimeError(
                 "shard_optimizer: the ranks that had the parts of the optimizer's state have ended: set all of it by "
                 "set_optimizer_state(), resume from a checkpoint, or make a new training function"
             )
-        self._session = session
         for variable in self._sharded_variables.values():
-            if variable.initial_value.size > 1 and not caller_sets_all:
+            if variable.initial_value.size > 1:
                 self._scatter(variable, variable.initial_value)
+        self._session = session  # last: after an interrupt, the next step starts again
+
+    def _get_session(self) -> ranks.Session:
+        """Return the session.  Raise RuntimeError if its number of ranks is not that of the shards."""
+        session = ranks.get_session()
+        if session.size != self.n_ranks:
+            raise RuntimeError(
+                f"shard_optimizer: the training function was made for {self.n_ranks} ranks, got {session.size}"
+            )
+        return session
 
     def __getstate__(self) -> dict[str, Any]:
         if self._session is not None:  # copies of the shards would have the master's values on all ranks
@@ -94,12 +96,13 @@ class OptimizerState:
         missing = [shared.name for shared in self._sharded_variables if shared not in set(whole_variables)]
         if missing:
             raise ValueError(f"whole_variables: expected all sharded variables; missing: {missing}")
-        self.ensure_scattered(caller_sets_all=True)
+        session = self._get_session() if self.is_sharded else None
         for shared, value in zip(whole_variables, values, strict=True):
             if shared in self._sharded_variables:
                 self._scatter(self._sharded_variables[shared], value)
             else:
                 broadcast(shared, value)
+        self._session = session  # last: after an interrupt, the next step scatters other values, or raises an error
 
     def gather_vector(self, whole_variables: Sequence[SharedVariable]) -> np.ndarray:
         """Return the concatenated values of variables, in the widest of their dtypes."""
