@@ -30,6 +30,9 @@ MAX_DEFERRAL_SECONDS = 2.0
 #: Handler of a signal, as `signal.signal` takes it.
 SignalHandler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
 
+#: Beginning of JAX's error from an exception in the comparison of two arguments' metadata.
+_JAX_MESSAGE = "Exception raised while checking equality of metadata fields"
+
 _SIGNALS = [int(member) for member in signal.valid_signals()]
 #: Handlers of all signals at the last call of `_find_raising`, and its result.
 _last_found: tuple[list[SignalHandler], Sequence[int]] = [], ()
@@ -176,13 +179,15 @@ def set_handler(signal_number: int, handler: SignalHandler) -> None:
 
 
 def find_handler_exception(error: BaseException) -> BaseException:
-    """Return the exception of a signal's handler that has caused a SystemError, or else the error itself.
+    """Return the exception of a signal's handler that has caused an error of compiled code, or else the error itself.
 
-    Numba's compiled code calls Python functions, and ignores their exceptions.  After it has returned, Python raises
-    SystemError from such an exception.
+    Compiled code calls Python functions.  Numba's ignores their exceptions; after it has returned, Python raises
+    SystemError from such an exception.  JAX's compares the metadata of arguments, and raises ValueError from it.
     """
     cause = error
-    while isinstance(cause, SystemError) and cause.__cause__ is not None:
+    while cause.__cause__ is not None and (
+        isinstance(cause, SystemError) or (isinstance(cause, ValueError) and str(cause).startswith(_JAX_MESSAGE))
+    ):
         cause = cause.__cause__
     return cause
 

@@ -14,11 +14,13 @@ from library import tensor as T
 from xla_launches import Alarm, get_runner
 
 import synkhronos as synk
+from synkhronos import ranks
 from synkhronos.devices import JAX
 from synkhronos.devices.jax.scalar_log import ScalarLog
 from synkhronos.graph_libraries import get_library
 from synkhronos.graph_libraries.library import has_other_references
 from synkhronos.launcher.model_class.model_variables import group_variables, track_generators
+from synkhronos.ranks import Command
 
 pytestmark = pytest.mark.skipif(not XLA, reason="about JAX arrays")
 
@@ -258,6 +260,38 @@ def test_interrupt_after_a_launch_keeps_results_aligned(monkeypatch, entry_added
     with pytest.raises(Alarm):
         f()
     assert [float(f()[0]) for _ in range(3)] == [2, 3, 4] and float(first) == 0
+
+
+class InterruptingMetadata:
+    """Metadata of an argument of a JAX function, which an interrupt hits as JAX compares it."""
+
+    def __eq__(self, other):
+        signal.raise_signal(signal.SIGINT)
+        return True
+
+    def __hash__(self):
+        return 0
+
+
+class CompareArguments(Command):
+    """Command that calls a JAX function twice, so that JAX compares the second argument with the first."""
+
+    def run(self, rank):
+        import jax
+
+        class Argument:
+            pass
+
+        jax.tree_util.register_pytree_node(Argument, lambda _: ((), InterruptingMetadata()), lambda *_: Argument())
+        count = jax.jit(lambda argument: 1)
+        for _ in range(2):
+            count(Argument())
+
+
+def test_interrupt_as_jax_compares_arguments_is_raised(fork):
+    fork(1)
+    with pytest.raises(KeyboardInterrupt):
+        ranks.get_session().run(CompareArguments())
 
 
 class Draws:
