@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import pytensor.tensor as pt
 from pytensor.compile import optdb
 from pytensor.graph.op import Op
 from pytensor.graph.rewriting.basic import GraphRewriter
@@ -40,6 +41,14 @@ class NumpyOp(Op):
         outputs = results if isinstance(results, tuple) else (results,)
         for storage, variable, output in zip(output_storage, node.outputs, outputs, strict=True):
             storage[0] = np.ascontiguousarray(output, dtype=variable.type.dtype)
+
+    @staticmethod
+    def broadcast_gradient(output_grad: Any, output: Any) -> Any:
+        """Return an output's gradient in the output's shape: one of ``known_grads`` may be broadcast against it."""
+        is_one = (True,) * (output.ndim - output_grad.ndim) + output_grad.type.broadcastable
+        if any(a and not b for a, b in zip(is_one, output.type.broadcastable, strict=True)):
+            return pt.second(output, output_grad)
+        return output_grad
 
     # PyTensor 3.0 also passes a graph, before the node.
     def infer_shape(self, *args: Any) -> Any:

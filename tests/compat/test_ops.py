@@ -579,6 +579,27 @@ def test_softmax_cancels_quotients_of_broadcast_numerators(shape):
         np.testing.assert_allclose(gradient, product - probabilities * product.sum(axis=1, keepdims=True), rtol=1e-12)
 
 
+BROADCAST_OUTPUTS = {  # outputs for an array of the shape (3, 2, 5, 5)
+    "batch normalization": lambda x: BatchNormTrain((0, 2, 3), 1e-3)(x, *[pt.ones((1, 2, 1, 1))] * 2)[0],
+    "max pool": Pool((2, 2), (2, 2), (0, 0), "max", True),
+    "mean pool": Pool((2, 2), (1, 1), (0, 0), "average_inc_pad", True),
+    "filters": lambda x: Conv(2)(pt.ones((3, 2, 6, 6)), x),
+}
+
+
+@pytest.mark.parametrize("mode", ["FAST_COMPILE", "JAX"])
+@pytest.mark.parametrize("name", BROADCAST_OUTPUTS)
+def test_gradients_of_fewer_elements_are_broadcast(name, mode):
+    x, g = pt.dtensor4("x"), pt.TensorType("float64", (1, None, 1, 1))("g")
+    y = BROADCAST_OUTPUTS[name](x)
+    first = [pytensor.grad(None, x, known_grads={y: output_grad}) for output_grad in (g, g + pt.zeros_like(y))]
+    second = [pytensor.grad((gradient**2).sum(), g) for gradient in first]
+    lengths = 1, 3 if name == "filters" else 2, 1, 1
+    results = compute_in_mode(mode, [x, g], [*first, *second], draw_normal(3, 2, 5, 5), draw_normal(*lengths))
+    for computed, expected in zip((results[0], results[2]), (results[1], results[3]), strict=True):
+        np.testing.assert_allclose(computed, expected, rtol=1e-9, atol=1e-12)
+
+
 def test_second_derivatives_through_softmax_equal_finite_differences():
     verify_gradient(lambda x: pytensor.grad((crossentropy(softmax(x), CLASSES) ** 2).sum(), x), draw_normal(2, 3))
 

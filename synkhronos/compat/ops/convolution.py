@@ -192,7 +192,7 @@ class Conv(_ConvolutionOp):
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
         """Return the gradients with respect to images and filters."""
         x, w = inputs
-        (g,) = output_grads
+        g = self.broadcast_gradient(output_grads[0], outputs[0])
         return [self._convert_to(ConvGradInputs)(w, g, x), self._convert_to(ConvGradWeights)(x, g, w)]
 
 

@@ -143,6 +143,7 @@ class BatchNormTrain(_BatchNorm):
         dscale, dshift = disconnected_type(), disconnected_type()
         terms = []
         if dy is not None:
+            dy = self.broadcast_gradient(dy, outputs[0])
             dx, dscale, dshift = BatchNormTrainGrad(self.axes)(x, dy, scale, mean, invstd)
             terms.append(dx)
         if statistic_grads[0] is not None:

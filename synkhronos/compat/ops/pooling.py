@@ -168,7 +168,7 @@ class Pool(_PoolingOp):
 
     def pullback(self, inputs: Any, outputs: Any, output_grads: Any) -> list[Any]:
         """Return the gradient with respect to the array."""
-        (x,), (g,) = inputs, output_grads
+        (x,), g = inputs, self.broadcast_gradient(output_grads[0], outputs[0])
         return [
             self._convert_to(MaxPoolGrad)(x, outputs[0], g)
             if self.mode == "max"
