@@ -26,7 +26,8 @@ class BSP(ExchangeRule):
 
     Parameters
     ----------
-    average : {"gradient", "params"}
+    average : {"gradient", "params"}, optional
+        Default: gradients.  In a run of the launcher the default depends on the model class.
     exclude : callable, optional
         See `ExchangeRule`; only with ``average="params"``.
     precision : str, optional
@@ -42,14 +43,19 @@ class BSP(ExchangeRule):
 
     @suggest_keywords
     def __init__(
-        self, average: Literal["gradient", "params"] = "gradient", exclude: Exclude = None, precision: str | None = None
+        self,
+        average: Literal["gradient", "params"] | None = None,
+        exclude: Exclude = None,
+        precision: str | None = None,
     ):
         super().__init__(1, exclude, precision)
-        self.average = check_choice(average, "average", ("gradient", "params"))
-        self.averages_gradients = average == "gradient"
-        if average == "gradient" and exclude is not None:
+        #: Whether ``average`` was not given.
+        self.has_default_average = average is None
+        self.average = "gradient" if average is None else check_choice(average, "average", ("gradient", "params"))
+        self.averages_gradients = self.average == "gradient"
+        if self.averages_gradients and exclude is not None:
             raise ValueError("exclude: expected average='params': gradients can't be excluded")
-        if average == "gradient" and precision not in (None, "bfloat16"):
+        if self.averages_gradients and precision not in (None, "bfloat16"):
             raise ValueError(f"precision: expected None or 'bfloat16' for gradients, got {precision!r}")
 
     def exchange(self, context: RankContext, state: ExchangeState) -> None:
@@ -118,6 +124,8 @@ class PostLocal(LocalSGD):
     period, state, exclude, precision
         See `LocalSGD`.
     """
+
+    changeable_options = frozenset({"period", "start"})
 
     @suggest_keywords
     def __init__(

@@ -39,6 +39,8 @@ class Downpour(CentreRule):
     Downpour(push=2, fetch=4, asynchronous=True)
     """
 
+    changeable_options = frozenset({"push", "fetch"})
+
     @suggest_keywords
     def __init__(self, push: int = 1, fetch: int = 1, asynchronous: bool = True, exclude: Exclude = None):
         self.push, self.fetch = check_period(push, "push"), check_period(fetch, "fetch")
@@ -129,6 +131,8 @@ class ASGD(Downpour):
     period, exclude
         See `ExchangeRule`.
     """
+
+    changeable_options = frozenset({"period"})
 
     @suggest_keywords
     def __init__(self, period: int = 1, exclude: Exclude = None):

@@ -47,6 +47,7 @@ class GoSGD(ExchangeRule):
     """
 
     asynchronous = True
+    changeable_options = frozenset({"probability"})
 
     @suggest_keywords
     def __init__(self, probability: float = 0.01, seed: int = 0, exclude: Exclude = None):

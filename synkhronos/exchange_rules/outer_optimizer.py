@@ -12,6 +12,8 @@ from synkhronos.variable_types import Array
 class _OuterOptimizerRule(ExchangeRule):
     """Base class: all ranks start from an anchor.  The anchor minus the mean over ranks is the outer gradient."""
 
+    changeable_options = frozenset({"period", "lr"})
+
     def setup(self, context: RankContext, state: ExchangeState) -> None:
         """Set the anchor to the parameters, and the outer velocity to zero."""
         state.own["anchor"] = state.vector

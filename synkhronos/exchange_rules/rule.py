@@ -50,11 +50,14 @@ class ExchangeRule:
     averages_gradients : bool
         Whether all ranks take the same steps by the mean of their gradients, as `BSP` does by default.  A trainer then
         calls no `exchange`.
+    changeable_options : frozenset of str
+        Names of the constructor's arguments that may change when a training is resumed.
     """
 
     asynchronous: bool = False
     is_bulk_synchronous: bool = False
     averages_gradients: bool = False
+    changeable_options: frozenset[str] = frozenset({"period"})
     period: Period = 1
     exclude: Exclude = None
     precision: str | None = None

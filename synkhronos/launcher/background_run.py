@@ -17,9 +17,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from synkhronos.exchange_rules import ExchangeRule
+from synkhronos.exchange_rules import BSP, ExchangeRule
 from synkhronos.launcher.configuration.resolve import resolve_settings
-from synkhronos.launcher.configuration.settings import get_exchange_rule_options, merge_tables
+from synkhronos.launcher.configuration.settings import SettingsError, merge_tables
 from synkhronos.launcher.configuration.sources import check_setting_names, read_environment
 from synkhronos.launcher.supervision.rank_output import open_standard_streams
 from synkhronos.launcher.supervision.run_folder import FAILURE_FILE, create_and_lock_run_folder
@@ -56,8 +56,7 @@ def start_run(
         Its method ``wait`` waits for the end of the run.
     """
     check_setting_names(settings, "start_run")
-    rule_settings = {"rule": type(rule).__name__, "rule_options": get_exchange_rule_options(rule)}
-    merged = merge_tables([rule_settings, settings])
+    merged = merge_tables([_to_settings(rule), settings])
     for name, value in (("devices", devices), ("modelfile", modelfile), ("modelclass", modelclass)):
         if value not in (None, ""):  # an empty value is left to the environment
             merged[name] = value
@@ -76,6 +75,17 @@ def start_run(
     )
     lock.close()
     return BackgroundRun(process, Path(resolved.folder))
+
+
+def _to_settings(rule: ExchangeRule) -> dict[str, Any]:
+    """Return the settings that stand for an exchange rule."""
+    for name, value in vars(rule).items():
+        if callable(value):
+            raise SettingsError(f"{name}: start_run takes rules whose options are numbers and strings, got {value!r}")
+    options = rule.get_options()
+    if isinstance(rule, BSP) and rule.has_default_average:
+        del options["average"]  # the model class decides
+    return {"rule": type(rule).__name__, "rule_options": options}
 
 
 class BackgroundRun:

@@ -19,14 +19,14 @@ from synkhronos.launcher.supervision.run_folder import create_and_lock_run_folde
 from synkhronos.launcher.supervision.supervisor import Supervisor
 
 #: Options of the command line that are settings.
-_SETTINGS = ("ranks", "devices", "hosts", "folder", "bind", "resume", "restarts", "on_death")
+_SETTING_OPTIONS = ("ranks", "devices", "hosts", "folder", "bind", "resume", "restarts", "on_death")
 
 
 def main(arguments: list[str]) -> int:
     """Run the command, and return the run's exit status, or 2 if a setting is wrong."""
     open_standard_streams()
     options = _make_parser().parse_args(arguments)
-    flag_settings = {name: getattr(options, name) for name in _SETTINGS if getattr(options, name) is not None}
+    flag_settings = {name: getattr(options, name) for name in _SETTING_OPTIONS if getattr(options, name) is not None}
     try:
         session_settings = {} if options.session is None else read_session_file(options.session)
         command_line_settings = merge_tables([parse_set_options(options.set), flag_settings])

@@ -18,10 +18,15 @@ from paths import SUPPORT
 
 from synkhronos import exchange_rules
 from synkhronos.gpus import get_n_gpu
-from synkhronos.launcher import SettingsError, doctor, start_run
+from synkhronos.launcher import SettingsError, background_run, doctor, start_run
 from synkhronos.launcher.configuration.resolve import resolve_settings
 from synkhronos.launcher.configuration.settings import Settings, merge_tables
-from synkhronos.launcher.configuration.sources import parse_set_option, read_environment, read_session_file
+from synkhronos.launcher.configuration.sources import (
+    merge_sources,
+    parse_set_option,
+    read_environment,
+    read_session_file,
+)
 from synkhronos.launcher.model_class.model_interface import ModelInterfaceError, import_model_class
 from synkhronos.launcher.model_class.model_recorder import ModelRecorder
 from synkhronos.launcher.supervision.run_folder import create_and_lock_run_folder
@@ -70,6 +75,7 @@ SETTINGS = {
     "options, no table": ({"rule_options": "period"}, "rule_options"),
     "config, a date": ({"config": {"days": [datetime.date(2024, 1, 1)]}}, "config"),
     "config, no table": ({"config": [1]}, "config"),
+    "config, a number for a name": ({"config": {"layers": [{1: 2}]}}, "config"),
     "epochs": ({"epochs": 0}, "epochs"),
     "config, given by the run": ({"config": {"rank": 0}}, "config"),
     "config, the name": ({"config": {"mname": "MLP"}}, "config"),
@@ -323,6 +329,41 @@ def test_start_run_takes_defaults_from_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("SYNKHRONOS_MODEL", "launch_models/mlp.py:Nobody")
     with raises(SettingsError, "modelclass"):
         start_run(exchange_rules.BSP(), ["cpu"], folder=str(tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("rule", "options"),
+    [
+        (exchange_rules.BSP(), {}),  # the model class decides what ranks exchange
+        (exchange_rules.BSP("gradient"), {"average": "gradient"}),
+        (exchange_rules.LocalSGD(10), {"period": 10, "state": "keep"}),
+    ],
+    ids=repr,
+)
+def test_start_run_passes_the_options_of_its_rule(monkeypatch, rule, options):
+    monkeypatch.setenv("SYNKHRONOS_RULE", "LocalSGD")
+    monkeypatch.setenv("SYNKHRONOS_RULE_OPTIONS", "{period = 5}")
+    merged = []
+
+    def merge_and_stop(sources, source_path):
+        merged.append(merge_sources(sources))
+        raise SettingsError
+
+    monkeypatch.setattr(background_run, "resolve_settings", merge_and_stop)
+    with pytest.raises(SettingsError):
+        start_run(rule)
+    assert merged[0].get("rule_options", {}) == options
+
+
+@pytest.mark.parametrize("text", ["2024", "2026-11-27", "true", "1e3"])
+def test_texts_like_numbers_and_dates_are_texts_where_expected(text):
+    assert parse_set_option(f"folder={text}") == {"folder": text}
+    assert read_environment({"SYNKHRONOS_RESUME": text}) == {"resume": text}
+
+
+def test_values_in_quotation_marks_and_dates_are_texts():
+    assert parse_set_option("folder='a b'") == {"folder": "a b"}
+    assert parse_set_option("config.day=2026-11-27") == {"config": {"day": "2026-11-27"}}
 
 
 # -- precedence of settings ----------------------------------------------------------------------------------

@@ -132,10 +132,11 @@ def test_resumption_refuses_variables_of_another_update_rule():
                 compatibility.describe_training(
                     "run", BSP("params"), group_variables(make_model_with_step(rules_of[after])), None
                 ),
+                frozenset(),
             )
         else:
             with pytest.raises(CheckpointError, match="is of another model: its variables of the update rule are"):
-                compatibility.check_can_resume("rows", names[before], names[after])
+                compatibility.check_can_resume("rows", names[before], names[after], frozenset())
 
 
 @pytest.fixture(scope="module")
@@ -228,4 +229,4 @@ def test_resume_accepts_another_number_of_ranks(tmp_path):
     train(tmp_path, "MLP", "--resume", "--devices=cpu", "--ranks=3", epochs=2, rule="EASGD")
     assert [report["batch"] for report in read_json_lines(tmp_path, "reports")] == ["2 x 10", "3 x 10"]
     done = train(tmp_path, "MLP", "--resume", epochs=3, status=1)
-    assert re.search(r"CheckpointError: .*rows-0+9 has the state of the rule EASGD, got BSP", done.stderr)
+    assert re.search(r"CheckpointError: .*rows-0+9 has the state of the rule EASGD, but this run has BSP", done.stderr)

@@ -1,4 +1,4 @@
-"""Checkpoints of a different training are refused with the difference."""
+"""Trainings that can resume from a checkpoint, the errors of others, and the names in a checkpoint."""
 
 import functools
 import os
@@ -36,82 +36,91 @@ def resume_training(path, trainer):
     return list(trainer.epochs(X, Y, 5, 2, resume=path))
 
 
-def double_rate_sgd(loss, params, learning_rate, weight, times=2.0):
-    return sgd(loss, params, times * learning_rate, weight=weight)
+def scaled_sgd(loss, params, learning_rate, weight, start=2.0):
+    """Update rule with an option whose name is also that of an exchange rule's option."""
+    return sgd(loss, params, start * learning_rate, weight=weight)
 
 
 SLOW, FAST = functools.partial(momentum, momentum=0.5), functools.partial(momentum, momentum=0.25)
 OTHER_TRAININGS = {
-    "update rule": ({"update_rule": rmsprop}, {}, "is of the update rule rmsprop, got momentum"),
+    "update rule": ({"update_rule": rmsprop}, {}, "is of the update rule rmsprop, but this run has momentum"),
     "update rule of the same variables": (
         {"update_rule": nesterov_momentum},
         {},
-        "the update rule nesterov_momentum, got mom",
+        "the update rule nesterov_momentum, but this run has momentum",
     ),
-    "update rule of more variables": ({}, {"update_rule": adam}, "is of the update rule momentum, got adam"),
+    "update rule of more variables": (
+        {},
+        {"update_rule": adam},
+        "is of the update rule momentum, but this run has adam",
+    ),
     "update rule without variables": (
         {"update_rule": sgd},
         {"update_rule": adagrad},
-        "the update rule sgd, got adagrad",
+        "the update rule sgd, but this run has adagrad",
     ),
-    "option of the update rule": ({}, {"momentum": 0.5}, r"is of momentum with momentum=0\.9, got momentum=0\.5"),
+    "option of the update rule": (
+        {},
+        {"momentum": 0.5},
+        r"is of momentum with momentum=0\.9, but this run has momentum=0\.5",
+    ),
     "option of a partial update rule": (
         {"update_rule": SLOW},
         {"update_rule": FAST},
-        "with momentum=0.5, got momentum=0.25",
+        r"with momentum=0\.5, but this run has momentum=0\.25",
     ),
     "option of the user's update rule": (
-        {"update_rule": double_rate_sgd},
-        {"update_rule": double_rate_sgd, "times": 3},
-        r"with times=2\.0, got times=3",
+        {"update_rule": scaled_sgd},
+        {"update_rule": scaled_sgd, "start": 3},
+        r"of scaled_sgd with start=2\.0, but this run has start=3",
     ),
     "variables of one name": (
         {"update_rule": lambda *args, **kwargs: apply_momentum(sgd(*args, **kwargs))},
         {"update_rule": lambda *args, **kwargs: sgd(*args, **kwargs)},
-        r"its variables of the update rule are .*w_velocity \[4\] float64.*, expected none",
+        r"its variables of the update rule are .*w_velocity \[4\] float64.*, and those of this run are none",
     ),
     "exchange rule": (
         {"rule": exchange_rules.LocalSGD()},
         {"rule": exchange_rules.EASGD()},
-        "has the state of the rule LocalSGD, got EASGD",
+        "has the state of the rule LocalSGD, but this run has EASGD",
     ),
     "option of the exchange rule": (
         {"rule": exchange_rules.LocalSGD(state="keep")},
         {"rule": exchange_rules.LocalSGD(state="reset")},
-        "is of LocalSGD with state='keep', got state='reset'",
+        "is of LocalSGD with state='keep', but this run has state='reset'",
     ),
     "option of the exchange rule, not given": (
         {"rule": exchange_rules.EASGD(asynchronous=False)},
         {"rule": exchange_rules.EASGD(asynchronous=False, alpha=0.5)},
-        r"is of EASGD with alpha=None, got alpha=0\.5",
+        r"is of EASGD with alpha=None, but this run has alpha=0\.5",
     ),
     "gradients and parameters": (
         {},
         {"rule": exchange_rules.BSP("params")},
-        "with average='gradient', got average='params'",
+        "with average='gradient', but this run has average='params'",
     ),
     "exclude": (
         {"rule": exchange_rules.LocalSGD()},
         {"rule": exchange_rules.LocalSGD(exclude=lambda p: p.name == "b")},
-        r"its exchanged parameters are w \[4\] float64, b \[1\] float64, expected w \[4\] float64$",
+        r"its exchanged parameters are w \[4\] float64, b \[1\] float64, and those of this run are w \[4\] float64$",
     ),
-    "params": ({}, {"names": "wc"}, r"exchanged parameters are .* b \[1\] float64, expected .* c \[1\] float64"),
+    "params": ({}, {"names": "wc"}, r"exchanged parameters are .* b \[1\] float64, and .* c \[1\] float64"),
     "extra update": (
         {"extra": ["ema"]},
         {"extra": ["best"]},
-        r"its averaged extra updates are ema \[\] float64, expected best \[\] float64",
+        r"its averaged extra updates are ema \[\] float64, and those of this run are best \[\] float64",
     ),
     "order of extra updates": ({"extra": ["a", "b"]}, {"extra": ["b", "a"]}, r"extra updates are a \[\] float64, b"),
-    "no extra update": ({"extra": ["ema"]}, {}, r"extra updates are ema \[\] float64, expected none"),
+    "no extra update": ({"extra": ["ema"]}, {}, r"extra updates are ema \[\] float64, and those of this run are none"),
     "count": (
         {"counts": ["steps"]},
         {"counts": ["rows"]},
-        "its other updated variables are steps 0-d int64, expected rows 0-d int64",
+        "its other updated variables are steps 0-d int64, and those of this run are rows 0-d int64",
     ),
-    "average of which each rank keeps its own": (
+    "extra update that is not averaged": (
         {"extra": ["ema"]},
         {"extra": ["ema"], "op": None},
-        "averaged extra up",
+        r"its averaged extra updates are ema \[\] float64, and those of this run are none",
     ),
 }
 
@@ -167,11 +176,16 @@ def test_resume_uses_another_period(fork, monkeypatch, tmp_path, period, expecte
     ],
     ids=["outer rate", "a variable for a number"],
 )
-def test_resume_accepts_another_outer_rate_and_a_variable(fork, tmp_path, before, after):
+def test_resume_uses_another_outer_rate_and_a_variable(fork, tmp_path, before, after):
     fork(1)
     path = train_with_checkpoint(tmp_path, build_trainer(**before))
-    (report,) = resume_training(path, build_trainer(**after))
-    assert report.rows_seen == 120
+    params = []
+    for options in (before, after):
+        trainer = build_trainer(**options)
+        (report,) = resume_training(path, trainer)
+        assert report.rows_seen == 120
+        params.append(trainer.params[0].get_value())
+    assert not np.array_equal(*params)
 
 
 def test_checkpoint_has_the_names_of_its_format(fork, tmp_path):
@@ -211,7 +225,7 @@ def test_checkpoint_has_the_names_of_its_format(fork, tmp_path):
 def test_resume_refuses_checkpoints_of_the_user(tmp_path, two_ranks_per_test):
     trainer = build_trainer()
     path = CheckpointFolder(tmp_path).save(1, {"w": np.ones(3)}, {"epoch": 1})
-    with pytest.raises(CheckpointError, match="rows-000000000001 is a checkpoint of a user, got a trainer"):
+    with pytest.raises(CheckpointError, match="rows-000000000001 is a checkpoint of a user, not of a trainer"):
         resume_training(path, trainer)
     with pytest.raises(CheckpointError, match="expected a checkpoint"):
         resume_training(tmp_path, trainer)
@@ -224,8 +238,7 @@ def test_checkpoint_folder_refuses_a_second_training(fork, tmp_path):
     next(reports)
     with pytest.raises(CheckpointError, match=f"training run of process {os.getpid()} on host "):
         next(build_trainer().epochs(X, Y, 5, 3, checkpoints=CheckpointFolder(tmp_path), resume="latest"))
-    assert (
-        len(resume_training(checkpoints.list_paths()[0], build_trainer())) == 1
-    )  # the refused training writes nothing
+    assert len(resume_training(checkpoints.list_paths()[0], build_trainer())) == 1  # reading needs no lock
     reports.close()
+    # Two epochs are left: the refused training has written no checkpoint.
     assert len(list(build_trainer().epochs(X, Y, 5, 3, checkpoints=CheckpointFolder(tmp_path), resume="latest"))) == 2

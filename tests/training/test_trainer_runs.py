@@ -178,7 +178,7 @@ def test_resume_refuses_mixing_asynchronous_and_synchronous(tmp_path, two_ranks_
 
     list(trainer(False).epochs(X, [], 5, 1, checkpoints=CheckpointFolder(tmp_path)))
     with pytest.raises(
-        CheckpointError, match="of EASGD with asynchronous=False, got asynchronous=True: asynchronous and"
+        CheckpointError, match="of EASGD with asynchronous=False, but this run has asynchronous=True: asynchronous and"
     ):
         list(trainer(True).epochs(X, [], 5, 2, resume=CheckpointFolder(tmp_path).list_paths()[0]))
 

@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -103,7 +104,7 @@ def _check_folder(settings: Settings) -> None:
         )
 
 
-# -- parsers: take the value of a setting and its key, and return a plain value, or None for an empty one --------------
+# -- parsers: take the value of a setting and its key, and return a plain value, or None for an empty string -----------
 
 
 def _parse_string(value: object, key: str) -> str | None:
@@ -137,7 +138,20 @@ def _parse_table(value: object, key: str) -> dict[str, Any]:
         raise TypeError(f"{key}: expected a table of names and values, got {value!r}")
     with convert_to_settings_error(f"{key}: expected numbers, strings, lists and tables: "):
         json.dumps(value)  # `Settings.save` writes them
+    _check_names(value, key)
     return dict(value)
+
+
+def _check_names(value: object, key: str) -> None:
+    """Raise TypeError for a name in a table, or in a table within it, that is not a string: JSON would make it one."""
+    if isinstance(value, Mapping):
+        for name in value:
+            if not isinstance(name, str):
+                raise TypeError(f"{key}: expected names that are strings, got {name!r}")
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for item in value:
+            _check_names(item, key)
 
 
 def _parse_keep_best(value: object, key: str) -> list[str]:
@@ -199,3 +213,5 @@ _PARSERS: dict[str, Callable[[Any, str], Any]] = {
     "grace": _parse_seconds,
     "on_death": partial(check_choice, choices=("stop", "continue")),
 }
+# `choose_placement` parses these two.
+assert _PARSERS.keys() - {"ranks"} == {setting.name for setting in fields(Settings)} - {"devices", "hosts"}

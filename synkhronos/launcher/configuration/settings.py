@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,11 +25,11 @@ EXCHANGE_RULE_CLASSES: dict[str, type[exchange_rules.ExchangeRule]] = {
     and kind is not exchange_rules.ExchangeRule
 }
 #: Names of the options of a model's step: attributes of its class, which the setting ``model_options`` overrides.
-MODEL_OPTIONS = tuple(option.name for option in dataclasses.fields(StepOptions))
+MODEL_OPTION_NAMES = tuple(option.name for option in dataclasses.fields(StepOptions))
 
 
 class SettingsError(ValueError):
-    """A setting is wrong.  The message begins with its name."""
+    """A setting or its source is wrong.  The message begins with the name of either."""
 
 
 @contextmanager
@@ -46,7 +45,7 @@ def convert_to_settings_error(prefix: str = "") -> Iterator[None]:
 class Settings:
     """Checked settings of a run; the table of docs/launcher.rst has the meaning of each.
 
-    A new setting also needs a parser in `resolve._PARSERS`, without which its value is ignored, and a row in the table.
+    A new setting also needs a parser in `resolve._PARSERS`, and a row in the table.
     """
 
     #: Name under which Python imports the module with the model class, such as ``"models.mlp"``, even if the user's
@@ -70,7 +69,7 @@ class Settings:
     bind: bool = True
     #: Entries of the class's argument ``config``, without those that the run adds.
     config: dict[str, Any] = field(default_factory=dict)
-    #: Values of `MODEL_OPTIONS`, which override attributes of the class.
+    #: Values of `MODEL_OPTION_NAMES`, which override attributes of the class.
     model_options: dict[str, Any] = field(default_factory=dict)
     #: Interval between two lines of a rank's record, in steps.
     every: int = 40
@@ -84,7 +83,7 @@ class Settings:
     restarts: int = 0
     #: Reaction to the death of a process: ``"stop"``, or ``"continue"`` from a memory checkpoint.
     on_death: str = "stop"
-    #: Number of deaths after which ``on_death="continue"`` goes on.
+    #: Largest number of deaths from which ``on_death="continue"`` recovers; the next one ends the run.
     max_deaths: int = 100
     #: Number of epochs without an improvement after which the run stops; None without early stopping.
     patience: int | None = None
@@ -98,10 +97,13 @@ class Settings:
     resume: str | None = None
 
     def make_exchange_rule(self) -> exchange_rules.ExchangeRule:
-        """Make the exchange rule.  BSP averages parameters, since a model class compiles its own steps."""
+        """Make the exchange rule.  For BSP it is the rule that averages parameters.
+
+        Ranks that exchange gradients replace it by `GradientSumRule`.
+        """
         exchange_rule_class, options = EXCHANGE_RULE_CLASSES[self.rule.lower()], self.rule_options
         if exchange_rule_class is exchange_rules.EAMSGD:
-            raise SettingsError("rule: EAMSGD needs the velocities, and a class doesn't name them: take EASGD")
+            raise SettingsError("rule: EAMSGD needs the velocities, which a model class does not name: use EASGD")
         if exchange_rule_class is exchange_rules.BSP:
             # The instance on each rank determines whether gradients can be exchanged: `compile_model`.
             if options.get("average") not in (None, "gradient", "params"):
@@ -118,7 +120,7 @@ class Settings:
         return bool(self.checkpoint and self.grace)
 
     @property
-    def on_gpu(self) -> bool:
+    def uses_gpus(self) -> bool:
         """Whether ranks compute on GPUs."""
         return self.devices[0] != "cpu"
 
@@ -140,9 +142,9 @@ SETTING_KEYS = ("model", "ranks", *(setting.name for setting in dataclasses.fiel
 def check_model_options(options: Mapping[str, Any]) -> None:
     """Check names, types and ranges of options.  Raise TypeError or ValueError, with the option's name first."""
     for name in options:
-        if name not in MODEL_OPTIONS:
-            similar = format_similar(name, MODEL_OPTIONS)
-            raise ValueError(f"{name}: unknown option{similar}; options are {', '.join(MODEL_OPTIONS)}")
+        if name not in MODEL_OPTION_NAMES:
+            similar = format_similar(name, MODEL_OPTION_NAMES)
+            raise ValueError(f"{name}: unknown option{similar}; options are {', '.join(MODEL_OPTION_NAMES)}")
     check_step_options(options)
 
 
@@ -154,19 +156,6 @@ def normalize_exchange_rule_name(name: str) -> str:
         )
         raise SettingsError(f"rule: expected one of {names}, got {name!r}")
     return EXCHANGE_RULE_CLASSES[name.lower()].__name__
-
-
-def get_exchange_rule_options(rule: exchange_rules.ExchangeRule) -> dict[str, Any]:
-    """Return the options of an exchange rule that differ from their defaults, by name."""
-    options = {}
-    for name, parameter in inspect.signature(type(rule)).parameters.items():
-        value = getattr(rule, name, parameter.default)
-        if value == parameter.default:
-            continue
-        if callable(value):
-            raise SettingsError(f"{name}: start_run takes rules whose options are numbers and strings, got {value!r}")
-        options[name] = value
-    return options
 
 
 def merge_tables(tables: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -6,16 +6,20 @@ import json
 import os
 import tomllib
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from datetime import date, time
 from pathlib import Path
 from typing import Any
 
 from synkhronos.checks import format_similar
 from synkhronos.launcher.configuration import theano_mpi_session
 from synkhronos.launcher.configuration.placement import parse_devices
-from synkhronos.launcher.configuration.settings import SETTING_KEYS, SettingsError, merge_tables
+from synkhronos.launcher.configuration.settings import SETTING_KEYS, Settings, SettingsError, merge_tables
 
 #: Prefix of environment variables that are settings.
 ENVIRONMENT_PREFIX = "SYNKHRONOS_"
+#: Settings whose values are strings.
+_STRING_SETTINGS = {"model"} | {setting.name for setting in fields(Settings) if setting.type in ("str", "str | None")}
 
 
 def read_session_file(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -70,18 +74,21 @@ def parse_set_option(text: str) -> dict[str, Any]:
     if not equals or not all(names):
         raise SettingsError(f"--set: expected KEY=VALUE, got {text!r}")
     check_setting_names({names[0]: None}, "--set")
-    parsed = _parse_value(value)
+    parsed = _parse_value(value, names[0])
     for name in reversed(names):
         parsed = {name: parsed}
     return parsed
 
 
-def _parse_value(text: str) -> Any:
-    """Parse a TOML value.  Return any other text unchanged."""
+def _parse_value(text: str, setting: str) -> Any:
+    """Parse the TOML value of a setting, or of an entry of one.  Return dates, and text that is not TOML, unchanged."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text.strip()
+    # Unquoted, a folder may be named as a number or a date.
+    is_text = setting in _STRING_SETTINGS and not isinstance(value, str) or isinstance(value, date | time)
+    return text.strip() if is_text else value
 
 
 def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -95,7 +102,7 @@ def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
             continue
         key = name.removeprefix(ENVIRONMENT_PREFIX).lower()
         if key in SETTING_KEYS:
-            settings[key] = _parse_value(value)
+            settings[key] = _parse_value(value, key)
         # Names unlike any setting are those of variables that other packages read.
         elif name != "SYNKHRONOS_DEVICE" and (similar := format_similar(key, SETTING_KEYS, 0.8)):
             raise SettingsError(f"environment: {name} is not a setting{similar}")

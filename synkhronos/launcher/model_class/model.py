@@ -14,7 +14,7 @@ from synkhronos.checks import describe, format_similar
 from synkhronos.devices import get_array_device
 from synkhronos.functions.rank_mean_context import count_rank_means
 from synkhronos.graph_libraries import get_library, is_variable
-from synkhronos.launcher.configuration.settings import MODEL_OPTIONS, check_model_options
+from synkhronos.launcher.configuration.settings import MODEL_OPTION_NAMES, check_model_options
 from synkhronos.launcher.model_class.model_data import ModelData
 from synkhronos.launcher.model_class.model_interface import ModelInterfaceError, check_interface, shorten_repr
 from synkhronos.training import updates
@@ -175,17 +175,21 @@ class Model:
         check_model_options(options)
         kinds = type(self).__mro__
         for name in {*vars(self), *(name for kind in kinds[: kinds.index(Model)] for name in vars(kind))}:
-            similar = "" if name.startswith("_") or hasattr(Model, name) else format_similar(name, MODEL_OPTIONS, 0.85)
+            similar = (
+                "" if name.startswith("_") or hasattr(Model, name) else format_similar(name, MODEL_OPTION_NAMES, 0.85)
+            )
             if similar:
                 raise ValueError(f"{name}: unknown option{similar}")
-        StepOptions(**{name: options.get(name, getattr(self, name)) for name in MODEL_OPTIONS})  # raises ValueError
+        StepOptions(
+            **{name: options.get(name, getattr(self, name)) for name in MODEL_OPTION_NAMES}
+        )  # raises ValueError
         for name, value in options.items():
             setattr(self, name, value)
 
     @property
     def step_options(self) -> StepOptions:
         """The options of the step."""
-        return StepOptions(**{name: getattr(self, name) for name in MODEL_OPTIONS})
+        return StepOptions(**{name: getattr(self, name) for name in MODEL_OPTION_NAMES})
 
     # -- interface of model classes --------------------------------------------------------------------------
 

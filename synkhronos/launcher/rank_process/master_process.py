@@ -90,7 +90,7 @@ def _log_failure(folder: str, error: BaseException, is_failed_start: bool) -> No
 
 def _train(settings: Settings, arguments: MasterArguments) -> int:
     """Train.  Return `COMPLETE_EXIT_CODE`, or 128 plus the number of the signal at which a checkpoint was written."""
-    import_theano_before_fork(settings.on_gpu)
+    import_theano_before_fork(settings.uses_gpus)
     np.random.seed(settings.seed)
     random.seed(settings.seed)
     # BLAS has started its threads within rank 0's cores.  Other ranks bind theirs.
@@ -99,7 +99,7 @@ def _train(settings: Settings, arguments: MasterArguments) -> int:
     if arguments.remote_output_pipe is not None:
         hosts_output = open(arguments.remote_output_pipe, "w", buffering=1, encoding="utf-8", errors="backslashreplace")
     hosts, n_ranks = parse_hosts(settings.hosts), None if settings.hosts else len(settings.devices)
-    start_ranks(hosts, n_ranks, settings.on_gpu, cores=arguments.rank_cores, output=hosts_output)
+    start_ranks(hosts, n_ranks, settings.uses_gpus, cores=arguments.rank_cores, output=hosts_output)
     processes = run(rank_functions.prepare_rank, settings, arguments)
     (Path(settings.folder) / PROCESSES_FILE).write_text(json.dumps(processes))
     exchange_rule = settings.make_exchange_rule()

@@ -150,7 +150,8 @@ class ModelState:
         """Resume from a checkpoint, which rank 0 reads for all ranks, and remove later records."""
         context = self.context
         meta = context.broadcast(read_meta(path) if context.number == 0 else None)
-        check_can_resume(path, meta, describe_training("run", self.exchange_rule, self.variables, None))
+        expected_meta = describe_training("run", self.exchange_rule, self.variables, None)
+        check_can_resume(path, meta, expected_meta, self.exchange_rule.changeable_options)
         self.best_cost = BestCost.from_dict(meta["stop"])
         if self.settings.keep_best:
             self.best_cost.set_label(" ".join(self.settings.keep_best))

@@ -83,7 +83,7 @@ def prepare_rank(context: RankContext, settings: Settings, arguments: MasterArgu
         placement = f"on {settings.devices[context.number]}, {core_binding.describe_binding(cores)}"
     else:
         RankModel.get_or_create(context).remote_recorder = redirect_output_to_supervisor(context.number)
-        device = f"cuda{context.number - get_rank(context).local_ranks.start}" if settings.on_gpu else "cpu"
+        device = f"cuda{context.number - get_rank(context).local_ranks.start}" if settings.uses_gpus else "cpu"
         placement = f"on {device} of host {platform.node()}, {core_binding.describe_binding(None)}"
     for stream in (sys.stdout, sys.stderr):  # the supervisor reads UTF-8, whatever the locale
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")  # type: ignore[union-attr]

@@ -170,7 +170,7 @@ class Supervisor:
     def _make_environment(self) -> dict[str, str]:
         """Return the master's environment, with the run's GPUs and the path of this library."""
         environment = dict(os.environ)
-        if self.settings.on_gpu and not self.settings.hosts:  # other hosts choose among their own GPUs
+        if self.settings.uses_gpus and not self.settings.hosts:  # other hosts choose among their own GPUs
             numbers = [int(device.removeprefix("cuda")) for device in self.settings.devices]
             environment["CUDA_VISIBLE_DEVICES"] = format_visible_gpus(numbers)
         environment["PYTHONPATH"] = make_python_path()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,8 @@ from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
 from synkhronos.training.updates.shared_variables import get_shape
 from synkhronos.variable_types import SharedVariable
 
-#: Options that may change when a run is resumed: learning rates, and periods of exchanges.
-CHANGEABLE_OPTIONS = frozenset({"learning_rate", "lr", "period", "push", "fetch", "start", "probability"})
+#: Options of update rules that may change when a run is resumed; `ExchangeRule.changeable_options` has those of others.
+_LEARNING_RATES = frozenset({"learning_rate", "lr"})
 #: Placeholder of options that are not numbers, booleans or strings, such as shared variables; it equals any value.
 _ANY_VALUE = "symbolic"
 #: Names of the roles of variables in error messages.
@@ -36,7 +36,7 @@ def describe_training(
     """Describe the model, both rules and their options, for a checkpoint's ``meta``.
 
     ``kind`` is the program that trains: "trainer" or "run".  A training run can resume from a checkpoint if both
-    descriptions are equal, except for `CHANGEABLE_OPTIONS`.
+    descriptions are equal, except for changeable options.
     """
     name, options = update_rule or (None, {})
     n_params = len(variables.exchanged_variables) - variables.n_averages
@@ -61,29 +61,39 @@ def describe_training(
     }
 
 
-def check_can_resume(path: str | os.PathLike[str], meta: Mapping[str, Any], expected_meta: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if a checkpoint's description differs from ``expected_meta``, which describes this run."""
+def check_can_resume(
+    path: str | os.PathLike[str],
+    meta: Mapping[str, Any],
+    expected_meta: Mapping[str, Any],
+    changeable_options: Set[str],
+) -> None:
+    """Raise CheckpointError if a checkpoint's description differs from ``expected_meta``, which describes this run.
+
+    ``changeable_options`` are those of this run's exchange rule.
+    """
     if (kind := meta.get("kind", "user")) != expected_meta["kind"]:  # users call `CheckpointFolder.save`
-        raise CheckpointError(f"{path} is a checkpoint of a {kind}, got a {expected_meta['kind']}")
+        raise CheckpointError(f"{path} is a checkpoint of a {kind}, not of a {expected_meta['kind']}")
     _check_variables(path, "params", meta, expected_meta)  # first, since with another model everything else may differ
     if meta["rule"] != expected_meta["rule"]:
-        raise CheckpointError(f"{path} has the state of the rule {meta['rule']}, got {expected_meta['rule']}")
+        raise CheckpointError(
+            f"{path} has the state of the rule {meta['rule']}, but this run has {expected_meta['rule']}"
+        )
     if meta["asynchronous"] != expected_meta["asynchronous"]:
         raise CheckpointError(
-            f"{path} is of {expected_meta['rule']} with asynchronous={meta['asynchronous']}, got asynchronous="
-            f"{expected_meta['asynchronous']}: asynchronous and synchronous ranks store different state"
+            f"{path} is of {expected_meta['rule']} with asynchronous={meta['asynchronous']}, but this run has "
+            f"asynchronous={expected_meta['asynchronous']}: asynchronous and synchronous ranks store different state"
         )
-    _check_options(path, expected_meta["rule"], meta["rule_options"], expected_meta["rule_options"])
+    _check_options(path, "rule", meta, expected_meta, changeable_options)
     if meta["update_rule"] != expected_meta["update_rule"]:
-        raise CheckpointError(f"{path} is of the update rule {meta['update_rule']}, got {expected_meta['update_rule']}")
-    _check_options(
-        path, expected_meta["update_rule"], meta["update_rule_options"], expected_meta["update_rule_options"]
-    )
+        raise CheckpointError(
+            f"{path} is of the update rule {meta['update_rule']}, but this run has {expected_meta['update_rule']}"
+        )
+    _check_options(path, "update_rule", meta, expected_meta, _LEARNING_RATES)
     for role in _ROLE_DESCRIPTIONS:
         _check_variables(path, role, meta, expected_meta)
     if meta["generators"] != expected_meta["generators"]:
         raise CheckpointError(
-            f"{path} has the random streams {meta['generators']}, expected {expected_meta['generators']}"
+            f"{path} has the random streams {meta['generators']}, but this run has {expected_meta['generators']}"
         )
 
 
@@ -93,18 +103,26 @@ def _check_variables(
     saved, expected = meta["variables"][role], expected_meta["variables"][role]
     if saved != expected:
         raise CheckpointError(
-            f"{path} is of another model: its {_ROLE_DESCRIPTIONS[role]} are {_format_variables(saved)}, expected "
-            f"{_format_variables(expected)}"
+            f"{path} is of another model: its {_ROLE_DESCRIPTIONS[role]} are {_format_variables(saved)}, and those of "
+            f"this run are {_format_variables(expected)}"
         )
 
 
 def _check_options(
-    path: str | os.PathLike[str], rule_name: str | None, saved: Mapping[str, Any], expected: Mapping[str, Any]
+    path: str | os.PathLike[str],
+    rule: str,
+    meta: Mapping[str, Any],
+    expected_meta: Mapping[str, Any],
+    changeable_options: Set[str],
 ) -> None:
-    for option in sorted({*saved, *expected} - CHANGEABLE_OPTIONS):
+    """Raise CheckpointError if options of ``rule``, "rule" or "update_rule", differ and are not changeable."""
+    saved, expected = meta[f"{rule}_options"], expected_meta[f"{rule}_options"]
+    for option in sorted({*saved, *expected} - changeable_options):
         saved_value, value = saved.get(option), expected.get(option)
         if saved_value != value and _ANY_VALUE not in (saved_value, value):
-            raise CheckpointError(f"{path} is of {rule_name} with {option}={saved_value!r}, got {option}={value!r}")
+            raise CheckpointError(
+                f"{path} is of {meta[rule]} with {option}={saved_value!r}, but this run has {option}={value!r}"
+            )
 
 
 def _to_json_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -162,7 +162,7 @@ class TrainerState:
     def restore(self, path: str | os.PathLike[str], data: TrainerData, schedule: Schedule) -> int:
         """Restore all ranks and the position from a checkpoint.  Return the number of rows trained on so far."""
         meta = read_meta(path)
-        check_can_resume(path, meta, self._describe())
+        check_can_resume(path, meta, self._describe(), self.spec.exchange_rule.changeable_options)
         position = TrainerPosition.from_meta(meta, data.order_key)
         is_grown = not position.epoch_position and meta["count"] < data.n_data_rows  # rows were appended after an epoch
         if meta["count"] != data.n_data_rows and not is_grown or meta["seed"] != data.seed:
