@@ -49,8 +49,16 @@ class HookFinder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec that the hook returns, or None for modules of other finders."""
-        return self.hook(fullname, path)
+        """Return the spec that the hook returns, or None for modules of other finders.
+
+        The hook's error for a missing module is raised in an import, but not if `importlib.util.find_spec` asks.
+        """
+        try:
+            return self.hook(fullname, path)
+        except ModuleNotFoundError:
+            if sys._getframe(2).f_code is importlib.util.find_spec.__code__:
+                return None
+            raise
 
 
 def is_hook_installed(hook: ImportHook) -> bool:
@@ -65,7 +73,10 @@ def install_hook(hook: ImportHook, is_last: bool = False) -> None:
 
 
 def find_theano(fullname: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
-    """Return the spec of the module ``theano`` on PyTensor, or of a module below it.  Set PyTensor's flags."""
+    """Return the spec of the module ``theano`` on PyTensor, or of a module below it.  Set PyTensor's flags.
+
+    Raise ModuleNotFoundError for a module that is not provided.
+    """
     head, *parts = fullname.split(".")
     if head != "theano":
         return None
@@ -151,7 +162,10 @@ def find_shim(fullname: str, path: Sequence[str] | None) -> importlib.machinery.
 
 
 def find_platoon(fullname: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
-    """Return the spec of ``platoon``, unless Platoon is installed, or of a module below it."""
+    """Return the spec of ``platoon`` or of a module below it; None if Platoon itself is installed.
+
+    Raise ModuleNotFoundError for a module that this library's version does not have.
+    """
     head = fullname.partition(".")[0]
     if head != "platoon":
         return None
@@ -163,7 +177,11 @@ def find_platoon(fullname: str, path: Sequence[str] | None) -> importlib.machine
         return None
     target_spec = importlib.util.find_spec(f"synkhronos.{fullname}")
     if target_spec is None:
-        raise ModuleNotFoundError(f"synkhronos has no module {fullname}", name=fullname)
+        raise ModuleNotFoundError(
+            f"{fullname}: Synkhronos's version of Platoon has no such module: the page docs/from_platoon.rst lists "
+            "those that it has",
+            name=fullname,
+        )
     is_package = target_spec.submodule_search_locations is not None
     return importlib.machinery.ModuleSpec(fullname, _AliasLoader(), is_package=is_package)
 
@@ -178,10 +196,14 @@ class _AliasLoader(importlib.abc.Loader):
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         """Return the module of this library, to which both names refer."""
-        return importlib.import_module(f"synkhronos.{spec.name}")
+        module = importlib.import_module(f"synkhronos.{spec.name}")
+        spec.loader_state = module.__spec__
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing: `create_module` has run the module's code."""
+        """Restore the module's own spec, which Python has replaced.  `create_module` has run the module's code."""
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
 
 
 def _check_pytensor_is_installed() -> None:

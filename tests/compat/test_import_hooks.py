@@ -1,5 +1,6 @@
 """The module that ``import theano`` finds: on PyTensor, beside Theano, and by ``python -m synkhronos``."""
 
+import importlib
 import importlib.util
 import json
 import os
@@ -126,6 +127,13 @@ def test_import_hook_imports_no_library():
 def test_missing_module_is_named(line):
     with pytest.raises(ImportError, match=r"^theano\..* is not provided by synkhronos.compat.*From Theano"):
         exec(line, {})
+
+
+@pytest.mark.parametrize("name", ["theano.nothing", "theano.tensor.nothing", "theanompi.models"])
+def test_find_spec_of_a_missing_module_is_none(name):
+    assert importlib.util.find_spec(name) is None
+    with pytest.raises(ModuleNotFoundError, match=f"^{name}"):
+        importlib.import_module(name)
 
 
 def test_missing_name_is_named():

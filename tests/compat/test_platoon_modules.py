@@ -1,5 +1,6 @@
 """Parts of ``import platoon`` in one process: rules, configuration, the queue of mini-batches, order of reports."""
 
+import importlib.util
 import json
 import os
 import random
@@ -393,7 +394,9 @@ def test_platoon_module_is_the_same_under_both_names():
     import synkhronos.platoon.channel.worker as same
 
     assert platoon.channel.worker is same and platoon.channel.Worker is same.Worker
-    with pytest.raises(ModuleNotFoundError, match="synkhronos has no module platoon.nothing"):
+    assert platoon.__spec__.name == "synkhronos.platoon" and platoon.__spec__.origin == platoon.__file__
+    assert importlib.util.find_spec("platoon.nothing") is None
+    with pytest.raises(ModuleNotFoundError, match="^platoon.nothing: Synkhronos's version of Platoon has no such"):
         import platoon.nothing  # noqa: F401
 
 

@@ -220,17 +220,17 @@ def test_contributing_first_change_works(fork, monkeypatch):
     )
     names = {"np": np, "synk": synk, "tensor": tensor, "ReduceOp": ReduceOp}
     exec(test, names)
-    monkeypatch.delitem(REDUCE_OPS, "hypot", raising=False)  # who follows the page has added it
-    with pytest.raises(ValueError, match="hypot"):
-        names["test_hypot"](fork)
+    monkeypatch.delitem(REDUCE_OPS, "fmax", raising=False)  # who follows the page has added it
+    with pytest.raises(ValueError, match="fmax"):
+        names["test_fmax_ignores_nan"](fork)
     synk.close()
     (added,) = eval(f"{{{row}}}", names).items()
     monkeypatch.setitem(REDUCE_OPS, *added)
-    names["test_hypot"](fork)
+    names["test_fmax_ignores_nan"](fork)
     monkeypatch.syspath_prepend(ROOT / "tests" / "programs")
     test_rank_programs = importlib.import_module("test_rank_programs")
     test_rank_programs.test_program_all_reduce_accepts_all_ops(2)  # it reads the table, and needs no change
-    (documented,) = re.findall(r'^ +(``"hypot"`` .*\n)', page, re.MULTILINE)
+    (documented,) = re.findall(r'^ +(``"fmax"`` .*\n)', page, re.MULTILINE)
     before, gather, after = re.split(r'^(``"gather"``.*\n)', FUNCTIONS.read_text(), flags=re.MULTILINE)
     assert list_documented_ops(before + gather + documented + after.replace(documented, "")) == list(REDUCE_OPS)
     columns, expected = ([match.end() for match in re.finditer(" {2,}", line)] for line in (documented, gather))
