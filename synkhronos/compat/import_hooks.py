@@ -123,7 +123,7 @@ def _add_missing_name_errors(module: ModuleType) -> None:
     """Add a ``__getattr__`` to a module.  For a missing name it raises an error that refers to the documentation."""
     module_getattr: Callable[[str], Any] | None = module.__dict__.get("__getattr__")
 
-    def get_missing_name(name: str) -> Any:
+    def get_name_or_raise(name: str) -> Any:
         if module_getattr is not None:
             try:
                 return module_getattr(name)
@@ -138,7 +138,7 @@ def _add_missing_name_errors(module: ModuleType) -> None:
             raise ImportError(text, name=module.__name__)
         raise AttributeError(text, name=name, obj=module)
 
-    module.__getattr__ = get_missing_name  # type: ignore[method-assign]
+    module.__getattr__ = get_name_or_raise  # type: ignore[method-assign]
 
 
 def find_theanompi(fullname: str, path: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:

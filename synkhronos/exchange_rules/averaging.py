@@ -27,11 +27,16 @@ class BSP(ExchangeRule):
     Parameters
     ----------
     average : {"gradient", "params"}, optional
-        Default: gradients.  In a run of the launcher the default depends on the model class.
+        Default: gradients.
     exclude : callable, optional
         See `ExchangeRule`; only with ``average="params"``.
     precision : str, optional
         See `ExchangeRule`; for gradients None or "bfloat16".
+
+    Attributes
+    ----------
+    has_default_average : bool
+        Whether ``average`` was not given.  In a run of the launcher, the default depends on the model class.
 
     Examples
     --------
@@ -49,7 +54,6 @@ class BSP(ExchangeRule):
         precision: str | None = None,
     ):
         super().__init__(1, exclude, precision)
-        #: Whether ``average`` was not given.
         self.has_default_average = average is None
         self.average = "gradient" if average is None else check_choice(average, "average", ("gradient", "params"))
         self.averages_gradients = self.average == "gradient"

@@ -51,7 +51,7 @@ class ExchangeRule:
         Whether all ranks take the same steps by the mean of their gradients, as `BSP` does by default.  A trainer then
         calls no `exchange`.
     changeable_options : frozenset of str
-        Names of the constructor's arguments that may change when a training is resumed.
+        Names of the constructor's arguments that may change when a training run is resumed.
     """
 
     asynchronous: bool = False

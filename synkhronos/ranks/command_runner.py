@@ -128,7 +128,9 @@ class CommandRunner(ABC):
 
     @property
     def call_lock(self) -> contextlib.AbstractContextManager[Any]:
-        """Lock of one call.  Raise RuntimeError if this thread holds it, as it is in the middle of another call.
+        """Lock that lets one call run at a time.
+
+        Raise RuntimeError if this thread holds it, as it is in the middle of another call.
 
         The lock is implemented in C, so no signal handler can raise between its acquisition and the ``with`` block.  In
         a context manager written in Python, which could also call `wait_until_idle`, a handler could do so, and leave

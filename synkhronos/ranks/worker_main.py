@@ -44,14 +44,14 @@ class Exit(Command):
 class WorkerArguments(NamedTuple):
     """Arguments of a worker, which JSON can represent.
 
-    ``master_pid`` is the process that starts the worker: the master, or the agent of another host.  It does so in its
+    ``parent_pid`` is the process that starts the worker: the master, or the agent of another host.  It does so in its
     main thread if ``from_main_thread`` is True.  With ``profile`` the worker writes a profile at its end.
     """
 
     rank: int
     master_rank: int
     profile: bool
-    master_pid: int
+    parent_pid: int
     from_main_thread: bool
 
 
@@ -68,13 +68,13 @@ def main(
     handlers that the master has registered.  Segments arrive over ``segment_channel``.  A fork inherits the segments,
     the newest of key ``newest_key``, and the replicated objects of the rank ``master``.
     """
-    code, master_pid = 1, arguments.master_pid
+    code, parent_pid = 1, arguments.parent_pid
     try:
-        exit_with_parent(master_pid, arguments.from_main_thread)  # it also exits if the master has already exited
-        _detach_from_master(segment_channel, master_pid)
+        exit_with_parent(parent_pid, arguments.from_main_thread)  # it also exits if the master has already exited
+        _detach_from_master(segment_channel, parent_pid)
 
         def exit_without_master() -> None:
-            if os.getppid() != master_pid:
+            if os.getppid() != parent_pid:
                 os._exit(1)
 
         thread_limit = ThreadLimit(len(control.local_ranks), sets_environment=True)
@@ -206,13 +206,13 @@ def _remove_from_context(error: BaseException, inherited_error: BaseException | 
         error = error.__context__
 
 
-def _detach_from_master(channel: socket.socket, master_pid: int) -> None:
+def _detach_from_master(channel: socket.socket, parent_pid: int) -> None:
     """Reset inherited state that belongs to the master: signal handlers, sockets, streams and garbage."""
     signal.set_wakeup_fd(-1)
     # Ctrl-C is sent to every process of the terminal; the master decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in JOB_SIGNALS:
-        signal.signal(number, NonRaisingHandler(_handle_job_signal, master_pid))
+        signal.signal(number, NonRaisingHandler(_handle_job_signal, parent_pid))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, *JOB_SIGNALS})
     for name in ("CHLD", "ALRM", "URG"):
         signal.signal(getattr(signal, f"SIG{name}"), signal.SIG_DFL)
@@ -239,10 +239,10 @@ def _detach_from_master(channel: socket.socket, master_pid: int) -> None:
         setattr(sys, name, open(fd, "w", buffering=1, errors="backslashreplace", closefd=False))
 
 
-def _handle_job_signal(master_pid: int, number: int, frame: FrameType | None) -> None:
+def _handle_job_signal(parent_pid: int, number: int, frame: FrameType | None) -> None:
     """Exit by a signal, unless the master handles or ignores it, and so continues and needs its workers."""
     try:
-        with open(f"/proc/{master_pid}/status") as status:
+        with open(f"/proc/{parent_pid}/status") as status:
             masks = [int(line.split()[1], 16) for line in status if line.startswith(("SigIgn", "SigCgt"))]
     except OSError:  # the master has exited, or there is no /proc
         masks = []

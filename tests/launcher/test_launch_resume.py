@@ -14,7 +14,7 @@ from synkhronos.exchange_rules import BSP
 from synkhronos.launcher.model_class.model_interface import ModelInterfaceError
 from synkhronos.launcher.model_class.model_recorder import ModelRecorder
 from synkhronos.launcher.model_class.model_variables import group_variables
-from synkhronos.launcher.rank_process.model_epoch_loop import ModelEpochLoop
+from synkhronos.launcher.rank_process.model_report_loop import ModelReportLoop
 from synkhronos.training import CheckpointError, CheckpointFolder
 from synkhronos.training.checkpoints import compatibility
 from synkhronos.training.train_function.training_graph import build_local_updates
@@ -88,12 +88,12 @@ def test_metric_missing_in_the_class_is_named():
         settings = SimpleNamespace(keep_best=keep_best, patience=3, modelclass="A")
         epoch_loop, report = SimpleNamespace(settings=settings), SimpleNamespace(metrics=metrics)
         with pytest.raises(ModelInterfaceError, match=message):
-            ModelEpochLoop.observe(epoch_loop, report)
+            ModelReportLoop.observe(epoch_loop, report)
 
 
 def test_more_reports_than_epochs_is_complete():
     epoch_loop = SimpleNamespace(n_reports=3, n_epochs=2, is_stopped_by_model=False)
-    assert ModelEpochLoop.has_trained_all_epochs(epoch_loop)
+    assert ModelReportLoop.has_trained_all_epochs(epoch_loop)
 
 
 def make_model_with_step(update_rule):

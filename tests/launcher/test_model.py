@@ -175,7 +175,7 @@ def test_recorder_times_each_epoch_alone():
 
 
 def test_model_names_a_nan_row():
-    from synkhronos.launcher.rank_process.model_epoch_loop import ModelEpochLoop
+    from synkhronos.launcher.rank_process.model_report_loop import ModelReportLoop
 
     rows = np.zeros((5, 2))
     rows[3, 1] = np.inf
@@ -191,10 +191,10 @@ def test_model_names_a_nan_row():
     with pytest.raises(
         FloatingPointError, match=r"the cost is nan in epoch 2: row 3 of load\(\)'s training array 1 has inf"
     ):
-        ModelEpochLoop.make_report(run)
+        ModelReportLoop.make_report(run)
     run.model = SimpleNamespace(data="a class of somebody's")
     with pytest.raises(FloatingPointError, match="the cost is nan in epoch 2: nothing of it was saved"):
-        ModelEpochLoop.make_report(run)
+        ModelReportLoop.make_report(run)
 
 
 def test_model_trains_when_a_loader_skips_batches():

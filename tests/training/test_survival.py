@@ -415,7 +415,7 @@ def test_host_gets_two_tries_and_the_ranks_of_a_lost_one_none(monkeypatch):
     assert tried == [[4, 5], [4, 5]] and session.size == 4
     tried.clear()
     session.size, session.death, deaths[:] = 6, lost, [unreachable, unreachable, None]
-    recovery._death_limit.restart_counts()
+    recovery._death_limit.reset_counts_since_copy()
     recovery._recover(RuntimeError(), 0.0)
     assert tried == [[4, 5], [4, 5], [2, 3, 4, 5]] and session.size == 2
 

@@ -1,4 +1,7 @@
-"""The rectifier ``y = max(x, 0)``, elementwise.  Its gradient needs only y: it is the gradient of y where ``y > 0``."""
+"""The rectifier ``y = max(x, 0)``, elementwise.
+
+Its gradient needs only y: the gradient with respect to x is that with respect to y where ``y > 0``, and 0 elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,7 @@ def rectifier(x: Any) -> Any:
 class _MaximumWithZero(Maximum):
     """Maximum of a number and zero.
 
-    The gradient passes where the output is positive, so XLA need not keep the input for it.  In a residual network this
-    saves a quarter of the memory traffic.
+    The gradient passes where the output is positive, so XLA need not keep the input for it.
     """
 
     associative = False
@@ -34,7 +36,7 @@ class _MaximumWithZero(Maximum):
         if y.type in ps.discrete_types:
             return list(super().pullback(inputs, outputs, gout))
         zero_gradient = ps.constant(0, dtype=g.dtype)
-        # With `le` instead of `gt`, the gradient passes where the output is NaN.
+        # `le`, since NaN is not less or equal: the gradient passes where the output is NaN.
         return [ps.switch(ps.le(y, ps.constant(0, dtype=y.dtype)), zero_gradient, g), zero.zeros_like()]
 
 

@@ -59,11 +59,14 @@ class Settings:
     #: Names of the machines with ranks, this one first, with optional numbers of ranks: ``"b:3"``.  Empty for one
     #: machine.
     hosts: tuple[str, ...] = ()
+    #: Name of the exchange rule's class, and the options that its constructor takes.
     rule: str = "BSP"
     rule_options: dict[str, Any] = field(default_factory=dict)
+    #: Absolute path of the run's folder.
     folder: str = ""
     #: Number of epochs; None: the class's ``n_epochs``.
     epochs: int | None = None
+    #: Seed of each rank's ``numpy.random`` and ``random``.
     seed: int = 0
     #: Whether ranks are bound to cores.
     bind: bool = True
@@ -89,9 +92,11 @@ class Settings:
     patience: int | None = None
     #: Metric whose best checkpoint is kept, and "min" or "max".
     keep_best: list[str] | None = None
+    #: Whether the class's ``scale_lr(size)`` is called.
     scale_lr: bool = False
     #: Whether ``shared_lr`` rises over epochs 1 to 5; None: depends on the exchange rule and the class.
     warmup: bool | None = None
+    #: Whether a timeline is recorded.
     timeline: bool = False
     #: ``"latest"`` or the path of a checkpoint from which the run resumes; None: a new run.
     resume: str | None = None

@@ -4,7 +4,7 @@ Each rank stores its instance of the model class between `build_model` and `trai
 
     prepare_rank()  redirect output, print device and cores
     build_model()   make and check the instance, compile its functions, make parameters equal on all ranks
-    train_model()   train the instance: a ModelEpochLoop loops over epochs, its ModelBatchLoop over batches
+    train_model()   train the instance: a ModelReportLoop loops over epochs, its ModelBatchLoop over batches
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from synkhronos.launcher.model_class.model_interface import (
 from synkhronos.launcher.model_class.model_recorder import ModelRecorder
 from synkhronos.launcher.model_class.model_variables import group_variables, track_generators
 from synkhronos.launcher.rank_process.gradient_sum_rule import GradientSumRule
-from synkhronos.launcher.rank_process.model_epoch_loop import ModelEpochLoop
+from synkhronos.launcher.rank_process.model_report_loop import ModelReportLoop
 from synkhronos.launcher.rank_process.model_state import ModelState
 from synkhronos.launcher.rank_process.remote_output import RemoteRecorder, redirect_output_to_supervisor
 from synkhronos.launcher.supervision.master_arguments import MasterArguments
@@ -156,6 +156,6 @@ def train_model(
     recorder = ModelRecorder(context.number, metrics_recorder, settings.every, get_batch_size(model), folder)
     state = ModelState(context, settings, exchange_rule, model, variables, shared_arrays, recorder)
     try:
-        return ModelEpochLoop(state, arguments, stop_flag).train_all_epochs()
+        return ModelReportLoop(state, arguments, stop_flag).train_all_epochs()
     finally:
         model.cleanup()

@@ -278,12 +278,12 @@ class Supervisor:
         newest = str(paths[-1]) if paths else self._checkpoint_path
         limit, rank = self._death_limit, deaths[-1]["rank"]
         if newest != self._checkpoint_path:
-            limit.restart_counts()
+            limit.reset_counts_since_copy()
         if excess := limit.record_death(rank, deaths[-1]["is_failed_start"]):
             self._error_console.write(f"{excess}\n")
             return False
         if limit.is_rank_unusable:
-            limit.restart_counts()
+            limit.reset_counts_since_copy()
             if not (self._remove_ranks_of_hosts(deaths) if self.settings.hosts else self._remove_device(rank)):
                 return False
         self._checkpoint_path = newest

@@ -16,8 +16,8 @@ class DeathLimit:
         self._n_deaths_since_copy = self._n_failed_starts = 0
         self._last_rank = -1
 
-    def record_death(self, rank: int, is_failed_start: bool = False) -> str:
-        """Record the death of a rank.  Return a description of the limit that is exceeded, or ""."""
+    def record_death(self, rank: int, is_failed_start: bool = False) -> str | None:
+        """Record the death of a rank.  Return a description of the limit that is exceeded, or None."""
         is_second_try = False
         if is_failed_start:
             is_second_try = rank == self._last_rank
@@ -33,13 +33,13 @@ class DeathLimit:
         if self._n_deaths_since_copy > MAX_DEATHS_SINCE_COPY:
             deaths = f"{self._n_deaths_since_copy} deaths since the last copy of the state"
             return f"on_death='continue': {deaths} exceed the limit of {MAX_DEATHS_SINCE_COPY}"
-        return ""
+        return None
 
     @property
     def is_rank_unusable(self) -> bool:
         """Whether the rank that died last has failed to start too often, so that it is left out."""
         return self._n_failed_starts >= MAX_FAILED_STARTS
 
-    def restart_counts(self) -> None:
-        """Restart all counts but the total, after a new copy of the state, or after a rank was left out."""
+    def reset_counts_since_copy(self) -> None:
+        """Reset all counts but the total, after a new copy of the state, or after a rank was left out."""
         self._n_deaths_since_copy = self._n_failed_starts = 0

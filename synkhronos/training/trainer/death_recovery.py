@@ -132,7 +132,7 @@ class RecoveryPolicy(DeathPolicy):
             seconds = time.perf_counter() - began
             self.steps_per_copy = adapt_interval_steps(self.steps_per_copy, seconds, _COPY_INTERVAL_SECONDS)
         self.step += steps
-        self._death_limit.restart_counts()
+        self._death_limit.reset_counts_since_copy()
         return result
 
     def refresh_copy(self) -> None:
@@ -220,7 +220,7 @@ class RecoveryPolicy(DeathPolicy):
             message = f"{description}; the master can't be left out"
             raise WorkerError(message, death.rank, description=description) from error
         _log.warning("%s %s; training continues without ranks %s", peer, death.exit_description, ranks_to_remove)
-        self._death_limit.restart_counts()
+        self._death_limit.reset_counts_since_copy()
         return ranks_to_remove
 
     def _restore(self, ranks_to_remove: Sequence[int]) -> None:

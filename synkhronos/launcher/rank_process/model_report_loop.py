@@ -45,7 +45,7 @@ _WARMUP_EPOCHS = 5
 _SAVE_EPOCHS = 5
 
 
-class ModelEpochLoop(ReportLoop):
+class ModelReportLoop(ReportLoop):
     """Loop of one rank over the epochs of an instance of a model class.  `n_reports` epochs are complete."""
 
     def __init__(self, state: ModelState, arguments: MasterArguments, stop_flag: LocalRows):
