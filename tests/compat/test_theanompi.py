@@ -147,6 +147,7 @@ def test_users_copy_of_theano_mpi_provides_layers_but_not_rules(tmp_path):
 
 
 def test_class_attributes_of_rules_become_settings(tmp_path, monkeypatch):
+    from synkhronos.exchange_rules import Swap
     from synkhronos.launcher import background_run
     from synkhronos.theanompi.rules import BSP
 
@@ -159,7 +160,7 @@ def test_class_attributes_of_rules_become_settings(tmp_path, monkeypatch):
     for rule_class, options in (
         (BSP, {"rule": "BSP", "rule_options": {"average": "gradient"}}),
         (type("BSP", (BSP,), {"sync_type": "avg"}), {"rule": "BSP", "rule_options": {"average": "params"}}),
-        (type("BSP", (BSP,), {"sync_type": "swap"}), {"rule": "Swap", "rule_options": {}}),
+        (type("BSP", (BSP,), {"sync_type": "swap"}), {"rule": "Swap", "rule_options": Swap().get_options()}),
         (
             type("BSP", (BSP,), {"exch_strategy": "nccl16"}),
             {"rule": "BSP", "rule_options": {"average": "gradient", "precision": "float16"}},

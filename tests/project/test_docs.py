@@ -346,7 +346,7 @@ def list_documented_ops(page):
 
 def test_ops_are_listed_in_one_table_and_documented_in_one():
     """A new op needs no edit in other files: their docstrings, pages and messages refer to the tables."""
-    assert list_documented_ops(FUNCTIONS.read_text()) == list(REDUCE_OPS)
+    assert list_documented_ops(FUNCTIONS.read_text()) == list(REDUCE_OPS), "the table below Ops in docs/functions.rst"
     files = [*(ROOT / "synkhronos").rglob("*.py"), *(ROOT / "docs").glob("*.rst"), ROOT / "tests" / "messages.txt"]
     naming = {str(path.relative_to(ROOT)) for path in files if re.search("""(["'])prod\\1""", path.read_text())}
     platoon = {f"synkhronos/platoon/{name}.py" for name in ("ops", "channel/worker")}  # Platoon's own ops
