@@ -75,8 +75,8 @@ def list_gpu_devices() -> list[CudaDevice]:
 
 
 def get_device(name: str) -> Device:
-    """Return the device of this name."""
-    return next(device for device in list_devices() if device.name == name)
+    """Return the device of this name.  Raise KeyError if there is none."""
+    return {device.name: device for device in list_devices()}[name]
 
 
 class _RankDevice:

@@ -53,6 +53,12 @@ class HostTransfers:
         """
         return self.read_rows(rank, location, rows)
 
+    def wait_for_copies(self) -> None:
+        """Wait until all inputs are copied from shared memory, so that it may be overwritten.
+
+        By default inputs are copied at once, or the functions that read them return when they have computed.
+        """
+
     def stage_indexes(self, values: np.ndarray, buffers: Buffers) -> Array:
         """Return a vector of indexes as an input of the next launch, perhaps in one of the input's ``buffers``."""
         return self._device.as_array(values)

@@ -91,4 +91,7 @@ class LocalFunction:
                 loaded = computation.library.filter(variable_type, value, spec.strict, spec.allow_downcast)
                 loaded = loaded if device is NUMPY else device.from_numpy(loaded)
             values.append(loaded)
-        return runner(*values)
+        outputs = runner(*values)
+        for device in set(devices):
+            device.transfers.wait_for_copies()  # the program may write into the rows now
+        return outputs

@@ -190,7 +190,7 @@ class Staging(HostTransfers):
         shape = location.shape if rows is None else (len(rows), *location.shape[1:])
         array = self._allocate(shape, location.dtype)
         self._copy_rows(rank, location, rows, self._device.get_address(array))
-        self._wait_for_copies()
+        self.wait_for_copies()
         return array
 
     # -- to host memory --------------------------------------------------------------------------------------
@@ -264,16 +264,15 @@ class Staging(HostTransfers):
         """Make the next launch wait for all pending copies, on the GPU if the compute stream is known, or else here."""
         if self._has_pending_copies:
             if self._device.stream is None:
-                self._wait_for_copies()
+                self.wait_for_copies()
             else:
                 self._gpu.order_after(self._device.stream, self._gpu.copy_stream_handle)
 
     def finish_launch(self) -> None:
         """Order later copies after the last launch, which reads the buffers filled since the previous one.
 
-        From the second launch of a command on, also wait for the copies: they occupy page-locked memory, and a program
-        may write into the memory that they read.  Copies for a single launch are waited for at the end of the command,
-        so that the rank goes on meanwhile.
+        From the second launch of a command on, also wait for the copies, as they occupy page-locked memory.  Copies for
+        a single launch are waited for at the end of the command, so that the rank goes on meanwhile.
         """
         if self._filled_buffers:
             event = self._gpu.record_event()
@@ -281,7 +280,7 @@ class Staging(HostTransfers):
                 buffer.last_read = event
         self._filled_buffers.clear()
         if self._rank is None or self._last_command_number == self._rank.command_number:
-            self._wait_for_copies()
+            self.wait_for_copies()
         else:
             self._last_command_number = self._rank.command_number
 
@@ -289,9 +288,10 @@ class Staging(HostTransfers):
         """Record that copies have been started, so that the command waits for them at its end, even if it fails."""
         if not self._has_pending_copies:
             self._has_pending_copies = True
-            rank.finish_callbacks.append(self._wait_for_copies)
+            rank.finish_callbacks.append(self.wait_for_copies)
 
-    def _wait_for_copies(self) -> None:
+    def wait_for_copies(self) -> None:
+        """Wait for all pending copies."""
         if self._has_pending_copies:
             self._gpu.copy_stream.sync()
             self._has_pending_copies = False
