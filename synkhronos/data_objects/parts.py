@@ -42,8 +42,8 @@ class PartsData(ReadOnlyData):
         session, self._load = ranks.get_session(), load
         with session.call_lock:
             session.wait_until_idle()
-            self._shares = split_selection(range(length), session.size)
-            key, shape, dtype = _load_shares(session, load, self._shares)
+            self._parts = split_selection(range(length), session.size)
+            key, shape, dtype = _load_parts(session, load, self._parts)
             super().__init__(dtype, len(shape), name=name)
             self._source = "data_parts" if name is None else name
             self._set_segment(key, shape)
@@ -53,22 +53,22 @@ class PartsData(ReadOnlyData):
     def _set_segment(self, key: int, shape: tuple[int, ...]) -> None:
         rank = self._session.rank
         self._map_segment(rank.segments[key], shape)
-        self.local_rows = _join_shares(self._shares, rank.local_ranks)
+        self.local_rows = _join_ranges(self._parts, rank.local_ranks)
 
-    def reload_shares(self, shares: Sequence[range]) -> None:
-        """Load all rows again, each rank its new share; the shares of a host's ranks are contiguous."""
+    def reload_parts(self, parts: Sequence[range]) -> None:
+        """Load all rows again, each rank its new part; the parts of a host's ranks are contiguous."""
         with self._session.call_lock:
             self._session.wait_until_idle()
-            self._shares = list(shares)
+            self._parts = list(parts)
             self._reload()
 
     def _reload(self) -> None:
-        """Load all rows again, each rank its share: after workers were replaced, or the shares have changed."""
-        if len(self._shares) != self._session.size:
-            self._shares = split_selection(range(len(self)), self._session.size)
+        """Load all rows again, each rank its part: after workers were replaced, or the parts have changed."""
+        if len(self._parts) != self._session.size:
+            self._parts = split_selection(range(len(self)), self._session.size)
         layout = self.shape, self.dtype
         self._release(keep_array=True)
-        key, shape, dtype = _load_shares(self._session, self._load, self._shares)
+        key, shape, dtype = _load_parts(self._session, self._load, self._parts)
         if (shape, np.dtype(dtype)) != layout:
             self._session.memory.release("segment", key)
             raise ValueError(
@@ -123,8 +123,8 @@ class PartsData(ReadOnlyData):
                 )
 
     def _get_array_location(self) -> ArrayLocation:
-        location = _DistributedArrayLocation(self._get_segment_key(), self.dtype.str, self.shape)
-        location.shares = self._shares
+        location = _PartsLocation(self._get_segment_key(), self.dtype.str, self.shape)
+        location.parts = self._parts
         return location
 
     def batches(self, size: int, seed: Any = None) -> Iterator[np.ndarray]:
@@ -167,7 +167,7 @@ def data_parts(load: Callable[[int, int], npt.ArrayLike], length: int, name: str
     ----------
     load : callable
         ``load(start, stop)`` returns an array of numbers: the rows from ``start`` to ``stop - 1``.  Each rank that has
-        rows calls it once, in parallel with the others.  The rows are divided as those of a call: contiguous shares, in
+        rows calls it once, in parallel with the others.  The rows are divided as those of a call: contiguous parts, in
         rank order.  A function that the script defines is sent to the other hosts.  If a trainer continues after a
         death on several hosts, all ranks call it again.
     length : int
@@ -218,9 +218,9 @@ def iterate_shuffled_batches(
 ) -> Iterator[np.ndarray]:
     """Yield batches of shuffled rows, as `PartsData.batches`.  ``length`` is the number of all rows."""
     rng, n_ranks = np.random.default_rng(seed), ranks_by_host[-1].stop
-    shares, batch_shares = split_selection(range(length), n_ranks), split_selection(range(rows_per_batch), n_ranks)
-    orders = [rng.permutation(_join_shares(shares, host_ranks)) for host_ranks in ranks_by_host]
-    counts = [len(_join_shares(batch_shares, host_ranks)) for host_ranks in ranks_by_host]
+    parts, batch_shares = split_selection(range(length), n_ranks), split_selection(range(rows_per_batch), n_ranks)
+    orders = [rng.permutation(_join_ranges(parts, host_ranks)) for host_ranks in ranks_by_host]
+    counts = [len(_join_ranges(batch_shares, host_ranks)) for host_ranks in ranks_by_host]
     for k in range(min(len(order) // count for order, count in zip(orders, counts, strict=True))):
         yield np.concatenate([order[k * count :][:count] for order, count in zip(orders, counts, strict=True)])
 
@@ -231,7 +231,7 @@ def redistribute_rows(
     """Divide an epoch's remaining ``rows`` among hosts, so that each rank has ``rows_per_rank`` rows in each step.
 
     Return the rows of all steps in order, and the range of the array's ``length`` rows that each rank has to load: its
-    share, extended on a host's first and last rank.  Rows at the end that do not fill a step are omitted; there have to
+    part, extended on a host's first and last rank.  Rows at the end that do not fill a step are omitted; there have to
     be enough rows for one step.
 
     Examples
@@ -240,15 +240,15 @@ def redistribute_rows(
     (array([1, 7, 4, 6, 2, 5]), [range(0, 5), range(4, 8)])
     """
     n_ranks = ranks_by_host[-1].stop
-    n_steps, shares = len(rows) // (rows_per_rank * n_ranks), split_selection(range(length), n_ranks)
+    n_steps, parts = len(rows) // (rows_per_rank * n_ranks), split_selection(range(length), n_ranks)
     rows, columns = rows[: n_steps * rows_per_rank * n_ranks], []
     starts = [host_ranks.start * rows_per_rank * n_steps for host_ranks in ranks_by_host]
     for host_ranks, own in zip(ranks_by_host, np.split(np.sort(rows), starts[1:]), strict=True):
         first, last = host_ranks[0], host_ranks[-1]
-        shares[first] = range(min(shares[first].start, int(own[0])), shares[first].stop)
-        shares[last] = range(shares[last].start, max(shares[last].stop, int(own[-1]) + 1))
+        parts[first] = range(min(parts[first].start, int(own[0])), parts[first].stop)
+        parts[last] = range(parts[last].start, max(parts[last].stop, int(own[-1]) + 1))
         columns.append(rows[(rows >= own[0]) & (rows <= own[-1])].reshape(n_steps, -1))
-    return np.concatenate(columns, axis=1).ravel(), shares
+    return np.concatenate(columns, axis=1).ravel(), parts
 
 
 def iterate_ordered_batches(length: int, rows_per_batch: int, n_ranks: int) -> Iterator[np.ndarray]:
@@ -261,42 +261,42 @@ def iterate_ordered_batches(length: int, rows_per_batch: int, n_ranks: int) -> I
     >>> [rows.tolist() for rows in iterate_ordered_batches(8, 4, 2)]
     [[0, 1, 4, 5], [2, 3, 6, 7]]
     """
-    shares = split_selection(np.arange(length), n_ranks)
+    parts = split_selection(np.arange(length), n_ranks)
     count = -(-rows_per_batch // n_ranks)
-    for start in range(0, len(shares[0]), count):  # the first shares are the longest
-        yield np.concatenate([rows[start : start + count] for rows in shares])
+    for start in range(0, len(parts[0]), count):  # the first parts are the longest
+        yield np.concatenate([rows[start : start + count] for rows in parts])
 
 
-def _join_shares(shares: Sequence[range], host_ranks: range) -> range:
-    """Return the rows of a host's consecutive ranks."""
-    return range(shares[host_ranks[0]].start, shares[host_ranks[-1]].stop)
+def _join_ranges(ranges: Sequence[range], host_ranks: range) -> range:
+    """Return the range of a host's consecutive ranks, from the range of each rank."""
+    return range(ranges[host_ranks[0]].start, ranges[host_ranks[-1]].stop)
 
 
-class _DistributedArrayLocation(ArrayLocation):
+class _PartsLocation(ArrayLocation):
     """Location of an array with distributed rows: each host has the rows of its own ranks."""
 
     #: Rows of each rank.
-    shares: Sequence[range]
+    parts: Sequence[range]
 
     def find_local_rows(self, size: int, host_ranks: range) -> range:
         """Return the rows on the host with these ranks.  ``size`` is the number of all ranks."""
         # A single host has all rows, also after one of its ranks was left out.
-        return range(self.shape[0]) if len(host_ranks) == size else _join_shares(self.shares, host_ranks)
+        return range(self.shape[0]) if len(host_ranks) == size else _join_ranges(self.parts, host_ranks)
 
 
-def _load_shares(session: Session, load: Any, shares: Sequence[range]) -> tuple[int, tuple[int, ...], str]:
-    """Load all rows, each rank its share.  Return the segment's key, the array's shape and its dtype."""
+def _load_parts(session: Session, load: Any, parts: Sequence[range]) -> tuple[int, tuple[int, ...], str]:
+    """Load all rows, each rank its part.  Return the segment's key, the array's shape and its dtype."""
     key = session.memory.reserve_key()
     try:
         Replicator.get_or_create(session).send([(("load", key), load)], [])
         session.rank.add_object(("load", key), load)
-        shape, dtype = session.run(_LoadRows(key, tuple(shares)))
+        shape, dtype = session.run(_LoadRows(key, tuple(parts)))
     except BaseException:
         session.memory.release("segment", key)
         raise
     finally:
         session.memory.release("object", ("load", key))
-    return key, (shares[-1].stop, *shape), dtype
+    return key, (parts[-1].stop, *shape), dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,15 +305,15 @@ class _LoadRows(Command):
 
     segment_key: int
     #: Rows of each rank.
-    shares: tuple[range, ...]
+    parts: tuple[range, ...]
 
     def run(self, rank: Rank) -> tuple[tuple[int, ...], str]:
         """Load this rank's rows.  Return a row's shape, and the dtype."""
-        share, length = self.shares[rank.number], self.shares[-1].stop
-        rows = self._call_load(rank, share.start, share.stop) if share else None
+        part, length = self.parts[rank.number], self.parts[-1].stop
+        rows = self._call_load(rank, part.start, part.stop) if part else None
         shape, dtype = self._agree_on_layout(rank, rows)
         local_ranks, row_nbytes = rank.local_ranks, math.prod(shape) * np.dtype(dtype).itemsize
-        nbytes, local_rows = max(1, length * row_nbytes), _join_shares(self.shares, local_ranks)
+        nbytes, local_rows = max(1, length * row_nbytes), _join_ranges(self.parts, local_ranks)
         allocated = range(local_rows.start * row_nbytes, local_rows.stop * row_nbytes)
         with contextlib.ExitStack() as files:
             pid_and_descriptor = None
@@ -326,7 +326,7 @@ class _LoadRows(Command):
             segment = Segment(self.segment_key, file.fileno(), nbytes, allocated_bytes=allocated)
             rank.segments.add(segment)
             if rows is not None:
-                segment.view_array((length, *shape), dtype)[share.start : share.stop] = rows
+                segment.view_array((length, *shape), dtype)[part.start : part.stop] = rows
             rank.barrier()  # then ranks may close the file, and read others' rows
         return shape, dtype
 

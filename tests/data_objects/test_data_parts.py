@@ -105,17 +105,17 @@ def test_rows_are_redistributed_each_once_to_ranks_that_load_them(counts, batch_
     ranks_by_host = [range(sum(counts[:h]), sum(counts[: h + 1])) for h in range(len(counts))]
     length = data.draw(st.integers(batch_size * n, 200))
     rows = np.array(data.draw(st.permutations(range(length)))[: data.draw(st.integers(batch_size * n, length))])
-    order, shares = redistribute_rows(rows, batch_size, length, ranks_by_host)
+    order, parts = redistribute_rows(rows, batch_size, length, ranks_by_host)
     step = batch_size * n
     assert sorted(order) == sorted(rows[: len(rows) // step * step])  # the others do not fill a step
     for host_ranks in ranks_by_host:
-        loaded = [row for r in host_ranks for row in shares[r]]
+        loaded = [row for r in host_ranks for row in parts[r]]
         assert loaded == list(range(loaded[0], loaded[-1] + 1)) if loaded else True
         own = order.reshape(-1, step)[:, host_ranks.start * batch_size : host_ranks.stop * batch_size].ravel()
         assert set(own.tolist()) <= set(loaded)
         assert own.tolist() == [row for row in rows[: len(order)] if row in set(own.tolist())]  # in the epoch's order
         for r in host_ranks:
-            assert set(range(length)[get_share_slice(length, n, r)]) <= set(shares[r])
+            assert set(range(length)[get_share_slice(length, n, r)]) <= set(parts[r])
 
 
 def test_data_parts_is_read_only_and_can_be_freed(two_ranks_per_test):

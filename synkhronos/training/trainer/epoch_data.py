@@ -156,13 +156,13 @@ class TrainerData:
         return InMemoryRows(self.arrays, order)
 
     def _redistribute_rows(self, start: int, ranks_by_host: list[range]) -> None:
-        """Divide the epoch's rows from position ``start`` on among the remaining hosts, which load their new shares."""
+        """Divide the epoch's rows from position ``start`` on among the remaining hosts, which load their new parts."""
         assert self.row_order is not None
         rows = self.row_order.data[start : self.n_epoch_rows]
-        order, shares = redistribute_rows(rows, self.batch_size, self.n_data_rows, ranks_by_host)
+        order, parts = redistribute_rows(rows, self.batch_size, self.n_data_rows, ranks_by_host)
         for array in self.arrays:
             if isinstance(array, PartsData):
-                array.reload_shares(shares)
+                array.reload_parts(parts)
         self.n_epoch_rows = start + len(order)
         self.row_order[start : self.n_epoch_rows] = order
         self.current_ranks_by_host = ranks_by_host
