@@ -27,9 +27,9 @@ from synkhronos.devices.reduce_op import REDUCE_OPS, divide_in_place
 from synkhronos.devices.shared_memory_communicator import (
     SharedMemoryCommunicator,
     accumulate_arrays,
-    as_bytes,
     compute_nbytes,
     copy_bytes,
+    view_bytes,
 )
 from synkhronos.ranks import Rank
 from synkhronos.ranks.pipes import (
@@ -67,7 +67,7 @@ class MultiHostCommunicator(SharedMemoryCommunicator):
         return 0
 
     def broadcast(self, array: np.ndarray, root: int) -> None:
-        content = as_bytes(array)
+        content = view_bytes(array)
         self._stream_bytes(
             content if self._rank.number == root else None, content, content.size, root, range(self._rank.size)
         )
@@ -91,11 +91,11 @@ class MultiHostCommunicator(SharedMemoryCommunicator):
             target = None if out is None else out[r]
             source = array if r == rank.number else None
             if source is not None and target is not None:
-                copy_bytes(as_bytes(source), 0, as_bytes(target))
+                copy_bytes(view_bytes(source), 0, view_bytes(target))
             if layout is not None and receivers != range(r, r + 1):
-                source_bytes = None if source is None else as_bytes(source)
+                source_bytes = None if source is None else view_bytes(source)
                 self._stream_bytes(
-                    source_bytes, None if target is None else as_bytes(target), compute_nbytes(layout), r, receivers
+                    source_bytes, None if target is None else view_bytes(target), compute_nbytes(layout), r, receivers
                 )
 
     def _stream_bytes(
@@ -156,7 +156,7 @@ class MultiHostCommunicator(SharedMemoryCommunicator):
             low, high = (count * i // len(local_ranks) for i in (local_index, local_index + 1))
             halves = [half[: count * dtype.itemsize].view(dtype) for half in self.switch_scratch_halves()]
             if source is not None and not is_array:
-                source.copy_to(as_bytes(halves[local_index]), offset * dtype.itemsize)
+                source.copy_to(view_bytes(halves[local_index]), offset * dtype.itemsize)
             elif source is not None:
                 own_chunk = source[offset : offset + count]
                 halves[local_index][:low] = own_chunk[:low]
@@ -216,7 +216,7 @@ class MultiHostCommunicator(SharedMemoryCommunicator):
             if not self._is_first:
                 frame = self._down_out.wait_for_free_frame()
                 if self._rank.number == self._local_ranks.start:
-                    frame[: count * accumulator.itemsize] = as_bytes(result)
+                    frame[: count * accumulator.itemsize] = view_bytes(result)
                 self._down_out.finish_frame(count * accumulator.itemsize)
         if target is not None:
             target[offset : offset + count] = result

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.devices.communicator import ArrayLayout, Communicator
+from synkhronos.devices.host_transfers import ByteSource
 from synkhronos.devices.reduce_op import REDUCE_OPS, ReduceOp, divide_in_place
 from synkhronos.ranks import Rank
 from synkhronos.ranks.control_memory import SCRATCH_NBYTES
@@ -75,7 +76,7 @@ class SharedMemoryCommunicator(Communicator):
         return self._half ^ 1 if self._command_number == self._rank.command_number else 1
 
     def broadcast(self, array: np.ndarray, root: int) -> None:
-        rank, source = self._rank, as_bytes(array)
+        rank, source = self._rank, view_bytes(array)
         if rank.size == 1:
             return
         for offset in range(0, source.size, SCRATCH_NBYTES):
@@ -150,8 +151,8 @@ class SharedMemoryCommunicator(Communicator):
         """Copy rank r's array into ``out[r]`` on the receivers, which are consecutive ranks."""
         rank = self._rank
         lengths = [0 if layout is None else compute_nbytes(layout) for layout in layouts]
-        source = None if array is None else as_bytes(array)
-        targets = [None if a is None else as_bytes(a) for a in out] if out is not None else [None] * rank.size
+        source = None if array is None else view_bytes(array)
+        targets = [None if a is None else view_bytes(a) for a in out] if out is not None else [None] * rank.size
         own_target = targets[rank.number]
         if source is not None and own_target is not None:
             copy_bytes(source, 0, own_target)
@@ -191,13 +192,13 @@ class SharedMemoryCommunicator(Communicator):
         rank, reduce_op = self._rank, REDUCE_OPS[op]
         if len(contributors) == 1 and rank.size == 1:
             if target is not None and source is not None and target is not source:
-                copy_bytes(as_bytes(source), 0, as_bytes(target))
+                copy_bytes(view_bytes(source), 0, view_bytes(target))
             return
         number, max_chunk_items = rank.number, SCRATCH_NBYTES // dtype.itemsize
         if n_items * dtype.itemsize * rank.size <= _MAX_SMALL_NBYTES:
             shared = self.switch_scratch_halves().view(dtype)
             if source is not None:
-                copy_bytes(as_bytes(source), 0, as_bytes(shared[number, :n_items]))
+                copy_bytes(view_bytes(source), 0, view_bytes(shared[number, :n_items]))
             rank.barrier()
             if target is not None:
                 rows = slice(None) if len(contributors) == rank.size else list(contributors)
@@ -210,7 +211,7 @@ class SharedMemoryCommunicator(Communicator):
             low, high = bounds[number], bounds[number + 1]
             shared = self.switch_scratch_halves().view(dtype)
             if source is not None and not is_array:
-                source.copy_to(as_bytes(shared[number, :count]), offset * dtype.itemsize)
+                source.copy_to(view_bytes(shared[number, :count]), offset * dtype.itemsize)
             elif source is not None:  # no other rank reads the elements of this rank's share
                 chunk = source[offset : offset + count]
                 shared[number, :low] = chunk[:low]
@@ -250,13 +251,13 @@ def accumulate_arrays(inputs: Sequence[np.ndarray], reduce_op: ReduceOp, out: np
             reduce_op.ufunc(out, values, out=out)
 
 
-def as_bytes(array: Any) -> Any:
-    """Return a contiguous array's memory as a vector of uint8; bytes of another kind are returned unchanged."""
+def view_bytes(array: Any) -> Any:
+    """Return a contiguous array's memory as a vector of uint8.  A `ByteSource` is returned unchanged."""
     return array.reshape(-1).view(np.uint8) if isinstance(array, np.ndarray) else array
 
 
-def copy_bytes(source: Any, start: int, target: np.ndarray) -> None:
-    """Copy as many bytes as the target has, from offset ``start`` of a vector, or of bytes of another kind."""
+def copy_bytes(source: np.ndarray | ByteSource, start: int, target: np.ndarray) -> None:
+    """Fill ``target``, a vector of uint8, with the bytes of a source from offset ``start`` on."""
     if isinstance(source, np.ndarray):
         target[:] = source[start : start + target.size]
     else:

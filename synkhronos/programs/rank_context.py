@@ -210,7 +210,7 @@ class RankContext:
         if message_type == "gpu":
             return self._receive_between_gpus(source, *value)
         body = np.empty(value, np.uint8) if message_type == "pickle" else np.empty(*value)
-        view = _as_bytes(body.reshape(-1))
+        view = _view_bytes(body.reshape(-1))
         for start in range(0, len(view), self._peers.max_chunk_nbytes):
             self._peers.receive(source, "a message", view[start : start + self._peers.max_chunk_nbytes])
         return pickle.loads(body.data) if message_type == "pickle" else body
@@ -359,21 +359,21 @@ class Group:
         own_share = shares[self.number]
         others = [(rank, share) for rank, share in zip(self.ranks, shares, strict=True) if rank in self._other_ranks]
         for rank, share in others:
-            self._peers.send(rank, _as_bytes(share), "its share")
+            self._peers.send(rank, _view_bytes(share), "its share")
         contributions = []
         for rank in self.ranks:
             contribution = own_share
             if rank in self._other_ranks:
                 contribution = np.empty_like(own_share)
-                self._peers.receive(rank, "a share", _as_bytes(contribution))
+                self._peers.receive(rank, "a share", _view_bytes(contribution))
             contributions.append(contribution)
         total = np.empty_like(own_share)
         reduce_arrays(contributions, REDUCE_OPS[op], total)
         own_share[...] = total
         for rank in self._other_ranks:
-            self._peers.send(rank, _as_bytes(own_share), "a result")
+            self._peers.send(rank, _view_bytes(own_share), "a result")
         for rank, share in others:
-            self._peers.receive(rank, "a result", _as_bytes(share))
+            self._peers.receive(rank, "a result", _view_bytes(share))
 
     def _gather_at_barrier(self, description: str, value: object) -> list[Any]:
         """Wait until all members have arrived at this barrier, and return each member's value."""
@@ -446,7 +446,7 @@ def _copy_array(device: Device, array: Array) -> Array:
     return array.copy() if copy is array else copy
 
 
-def _as_bytes(array: np.ndarray) -> memoryview:
+def _view_bytes(array: np.ndarray) -> memoryview:
     return array.view(np.uint8).data
 
 
@@ -454,7 +454,7 @@ def _pack_message(value: object, max_chunk_nbytes: int) -> tuple[bytes, memoryvi
     """Return the head and the body of a message."""
     if type(value) is np.ndarray and value.dtype.kind in "biufc" and value.nbytes > _MAX_PICKLED_NBYTES:
         head = pickle.dumps(((value.shape, value.dtype), "array"), pickle.HIGHEST_PROTOCOL)
-        return head, _as_bytes(np.ascontiguousarray(value).reshape(-1))
+        return head, _view_bytes(np.ascontiguousarray(value).reshape(-1))
     message = pickle.dumps((value, None), pickle.HIGHEST_PROTOCOL)
     if len(message) <= max_chunk_nbytes:
         return message, memoryview(b"")
