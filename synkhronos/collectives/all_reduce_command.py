@@ -15,9 +15,10 @@ Speculative  `AllReduce.run`, with a valid plan        One, after the start, for
 Small        A valid plan with `scratch_views`         One, for digests and values.  Before it: no variable.  After it
                                                        signals are deferred: all ranks store the results.
 Planned      Another valid plan, or                    One for digests.  Before it: no variable.  Then the barriers of
-             `AllReduce.reduce_and_run` with           `Communicator.all_reduce`.  Signals are deferred meanwhile, but
-             the plan of the speculative path          for a limited time while a rank waits; a failure may leave some
-                                                       ranks with results, and others without.
+             `AllReduce.reduce_and_run` with           `Communicator.all_reduce`, and one after the start on GPUs.
+             the plan of the speculative path          Signals are deferred meanwhile, but for a limited time while a
+                                                       rank waits.  A failure, or an interrupt after that time, may leave
+                                                       some ranks with results, and others without or with a part.
 Unplanned    No valid plan on some rank: the digests   One or more for layouts, in `prepare_replicas`.  Until all
              differ                                    shapes are found equal: no variable.  Then as small or planned,
                                                        without another barrier for digests.
@@ -247,7 +248,10 @@ class AllReducePlan(NamedTuple):
                 written.append((library, shared, device, array))
             if any(isinstance(variable.communicator, MultiHostCommunicator) for variable in self.variables):
                 rank.gather_bytes(b"")  # the master may only fail once no other rank waits for a part of an array
-            self.device_communicator.notify_started()
+            if rank.is_master:  # an interrupt after this block may not abort it
+                self.device_communicator.wait_until_started()
+            else:
+                self.device_communicator.notify_started()
             is_complete = self.device_communicator.wait_briefly()
             for library, shared, device, array in written:
                 new = device.rewrap(array, is_complete)

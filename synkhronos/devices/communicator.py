@@ -38,7 +38,7 @@ class Communicator(ABC):
     def notify_started(self) -> None:  # noqa: B027 - as above
         """Notify the other ranks, without waiting, that this rank has started its collectives.
 
-        At the end of a command, this replaces `wait_until_started`, since the master waits for all ranks.
+        Workers may call this instead of `wait_until_started` at the end of a command, as the master waits for them.
         """
 
     @abstractmethod

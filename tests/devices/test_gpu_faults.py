@@ -4,6 +4,8 @@ import os
 import signal
 import threading
 import time
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -169,14 +171,14 @@ def test_interrupt_after_the_start_of_an_all_reduce_keeps_the_result(fork, monke
         variables.append(w)
         sums.append(sum(values))
     arrays = [w.get_value(borrow=True, return_internal_type=True) for w in variables]
-    notify_started = NcclCommunicator.notify_started
+    wait_until_started = NcclCommunicator.wait_until_started
 
     def interrupt(communicator):
-        notify_started(communicator)
+        wait_until_started(communicator)
         os.kill(os.getpid(), signal.SIGINT)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(NcclCommunicator, "notify_started", interrupt)
+        patch.setattr(NcclCommunicator, "wait_until_started", interrupt)
         synk.all_reduce(variables, "sum")
     for w, array, total in zip(variables, arrays, sums, strict=True):
         assert w.get_value(borrow=True, return_internal_type=True) is not array
@@ -321,6 +323,40 @@ def test_differing_plans_keep_the_results_that_gpus_still_compute(fork):
     synk.all_reduce(second, "sum")
     np.testing.assert_array_equal(synk.gather(first), [sums[0] * N_RANKS**2] * N_RANKS)
     np.testing.assert_array_equal(synk.gather(second), [sums[1] * N_RANKS * (N_RANKS - 1)] * N_RANKS)
+
+
+@dataclass(frozen=True)
+class InterruptBeforeOthersStart(Command):
+    """A command in which the master is interrupted after it has started an all-reduce, and before the others start it."""
+
+    command: Command
+
+    def run(self, rank):
+        communicator = GPU_DEVICE.get_communicator(rank)
+        if rank.is_master:
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        else:
+            communicator.all_reduce = partial(self.start_late, communicator.all_reduce)
+        try:
+            self.command.run(rank)
+        finally:
+            vars(communicator).pop("all_reduce", None)
+
+    @staticmethod
+    def start_late(all_reduce, *arguments):
+        time.sleep(0.5)
+        all_reduce(*arguments)
+
+
+@needs_jax
+def test_interrupt_before_others_start_a_large_all_reduce_changes_all_ranks(fork):
+    fork(N_RANKS)
+    w, values = make_filled_variable("float32", (1 << 18,))
+    command = prepare_command(ranks.get_session(), w, AllReduce, ("sum", True))
+    ranks.get_session().run(command)
+    with time_limit(FAULT_LIMIT), pytest.raises(KeyboardInterrupt):
+        ranks.get_session().run(InterruptBeforeOthersStart(command))
+    check_sum(w, sum(values) * N_RANKS)
 
 
 @needs_jax

@@ -150,7 +150,7 @@ class CollectiveWatchdog(PendingOperation):
     def notify_started(self) -> None:
         """Notify the other ranks, without waiting, that this rank has started its collectives.
 
-        At the end of a command, this replaces `wait_until_started`, since the master waits for the end of all ranks.
+        Workers may call this instead of `wait_until_started` at the end of a command, as the master waits for them.
         """
         if self._started_barrier_number == math.inf:
             self._started_barrier_number = self._rank.barriers.next_number
