@@ -15,9 +15,9 @@ Speculative  `AllReduce.run`, with a valid plan        One, after the start, for
 Small        A valid plan with `scratch_views`         One, for digests and values.  Before it: no variable.  After it
                                                        signals are deferred: all ranks store the results.
 Planned      Another valid plan, or                    One for digests.  Before it: no variable.  Then the barriers of
-             `AllReduce.reduce_and_run` with           `Communicator.all_reduce`, and one after the start on GPUs.
-             the plan of the speculative path          Signals are deferred meanwhile, but for a limited time while a
-                                                       rank waits.  A failure, or an interrupt after that time, may leave
+             `AllReduce.reduce_and_run` with           `Communicator.all_reduce`, and one after the start on GPUs,
+             the plan of the speculative path          while signals are deferred, but for a limited time if a rank
+                                                       waits.  A failure, or an interrupt after that time, may leave
                                                        some ranks with results, and others without or with a part.
 Unplanned    No valid plan on some rank: the digests   One or more for layouts, in `prepare_replicas`.  Until all
              differ                                    shapes are found equal: no variable.  Then as small or planned,
