@@ -1,4 +1,4 @@
-"""Collectives of shared variables equal NumPy's result for the ranks' values, in rank order."""
+"""Collectives of shared variables: results, which equal NumPy's in rank order, accepted arguments, and refusals."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""CUDA code without a GPU: assignment of GPUs, missing requirements, cancelled collectives."""
+"""Code for GPUs without a GPU: choice of devices, collectives and their failures, page-locked memory."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""GPUs of the ranks, memory in use, and precision.
+"""GPUs of the ranks, memory in use, precision, and copies of arrays to host memory.
 
 Run the tests of GPUs by ``python3 run.py test --device gpu --here`` on a machine with two GPUs or more, with PyTensor or
 with Theano.
@@ -297,22 +297,3 @@ def test_results_of_any_dtype_and_size_are_fetched(shape, two_ranks_per_test):
         for array, value in zip(fetched, expected, strict=True):
             np.testing.assert_array_equal(array, value, strict=True)
         GPU_DEVICE.staging._fetch_memory.used_nbytes = 64  # as an interrupt leaves it
-
-
-def call_and_overwrite_last_row(context, f, rows):
-    """Call a function, and overwrite a row that it takes.  Return whether a copy to the GPU could still read it."""
-    f(rows)
-    is_pending = GPU_DEVICE.staging._has_pending_copies
-    rows.array[-1] = 0
-    return is_pending
-
-
-def test_program_may_overwrite_rows_after_a_call(fork):
-    fork(1)
-    x, w = T.fmatrix("x"), shared(np.zeros((), "float32"), "w")
-    f = synk.function([x], [], updates=[(w, w + x[:, 0].sum(dtype="float32"))])
-    rows = synk.data(np.ones((1 << 20, 32), "float32"))
-    for n_calls in (1, 2):  # the first call compiles, during which the copy ends
-        rows[:] = 1
-        assert synk.run(call_and_overwrite_last_row, f, rows) == [False]
-        assert w.get_value() == n_calls << 20

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from gpu_commands import ON_GPUS, RNG, needs_real_gpus
-from library import shared
+from library import GPU_DEVICE, shared
 from library import tensor as T
 
 import synkhronos as synk
@@ -146,3 +146,22 @@ def test_data_can_be_changed_after_a_call_returns(two_ranks_per_test):
         results.append(f(data))
     for i, result in enumerate(results):
         assert (result.min(), result.max()) == (i, i)
+
+
+def call_and_overwrite_last_row(context, f, rows):
+    """Call a function, and overwrite a row that it takes.  Return whether a copy to the GPU could still read it."""
+    f(rows)
+    is_pending = GPU_DEVICE.staging._has_pending_copies
+    rows.array[-1] = 0
+    return is_pending
+
+
+def test_program_may_overwrite_rows_after_a_call(fork):
+    fork(1)
+    x, w = T.fmatrix("x"), shared(np.zeros((), "float32"), "w")
+    f = synk.function([x], [], updates=[(w, w + x[:, 0].sum(dtype="float32"))])
+    rows = synk.data(np.ones((1 << 20, 32), "float32"))
+    for n_calls in (1, 2):  # the first call compiles, during which the copy ends
+        rows[:] = 1
+        assert synk.run(call_and_overwrite_last_row, f, rows) == [False]
+        assert w.get_value() == n_calls << 20
