@@ -217,10 +217,10 @@ class Rank:
         All ranks call it, after work that a handler may interrupt.  An operation is collective if ranks wait for each
         other in it.
         """
+        if self.size == 1:
+            return operation()
         barriers = self.barriers
         with defer_signals() as signals:
-            if self.size == 1:
-                return operation()
             if self.is_master:  # its arrival, the last one, decides: a handler may interrupt the wait before it
                 barriers.wait_for_barrier(barriers.next_number, self.number, signals.run_deferred_handlers)
             barriers.arrive_and_wait()

@@ -221,11 +221,13 @@ def test_trainers_resume_sharded_or_unsharded(n_ranks, tmp_path):
 @pytest.mark.skipif(XLA, reason="a fused step is one launch; test_gpu_training interrupts it")
 @pytest.mark.parametrize("shard", [False, True])
 def test_interrupt_between_the_launches_of_a_step_is_all_or_nothing(n_ranks, monkeypatch, shard):
+    if n_ranks == 1:
+        pytest.skip("a rank without peers")
     x, w = tensor.dmatrix("x"), shared(np.ones(4), "w")
     loss = (x.dot(w) ** 2).mean()
     train = make_train_function(loss, [w], x, [], u.momentum, learning_rate=0.01, shard_optimizer=shard)
     rows = rng.normal(size=(9, 4))
-    n_launches, run = 3 if shard and n_ranks > 1 else 2, RankCall.run
+    n_launches, run = 3 if shard else 2, RankCall.run
     for moment in [(launch, is_before) for launch in range(n_launches) for is_before in (True, False)]:
         train(rows, [])
         before, (velocity,) = w.get_value(), train.get_optimizer_state()

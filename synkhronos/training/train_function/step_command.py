@@ -126,9 +126,7 @@ class StepCommand(_StepCommandFields, Command):
             computation.library.compile_now(update_rank_call.compiled.function)
         loss = gradient_rank_call.run(records_effect=False)
         if rank.size == 1:
-            # Signals are not deferred in a compilation, which may take long.
-            update = update_rank_call.run
-            return loss, update() if may_need_compile else rank.run_on_all_or_no_rank(update)
+            return loss, update_rank_call.run()
         # A compilation is collective: ranks wait for each other in it.
         return loss, self.all_reduce_command.reduce_and_run(rank, update_rank_call.run, is_collective=may_need_compile)
 
