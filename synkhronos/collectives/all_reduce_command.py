@@ -249,7 +249,7 @@ class AllReducePlan(NamedTuple):
             if any(isinstance(variable.communicator, MultiHostCommunicator) for variable in self.variables):
                 rank.gather_bytes(b"")  # the master may only fail once no other rank waits for a part of an array
             if rank.is_master:  # an interrupt after this block may not abort it
-                self.device_communicator.wait_until_started()
+                self.wait_until_started()
             else:
                 self.device_communicator.notify_started()
             is_complete = self.device_communicator.wait_briefly()

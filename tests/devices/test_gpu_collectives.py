@@ -25,6 +25,13 @@ def check_values(w, expected):
         assert value.dtype == expected_value.dtype
 
 
+def test_large_all_reduce_in_host_memory_needs_no_connection(fork):
+    fork(N_RANKS)
+    w, values = make_filled_variable("float64", (200, 200))  # too large for a single barrier
+    synk.all_reduce(w, "sum", nccl=False)
+    check_values(w, [sum(values)] * N_RANKS)
+
+
 @pytest.mark.parametrize("nccl", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES + LACKING)
 def test_gpu_collectives_accept_every_dtype(fork, dtype, nccl):
