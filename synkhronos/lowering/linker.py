@@ -37,13 +37,15 @@ class StaticLengthLinker(JAXLinker):
         try:
             for storage in storages:
                 storage[0] = None
+            # After a fork JAX has float64, as before it only with floatX=float64.  Results must not depend on this.
+            kwargs["keeps_dtypes"] = True
             function = super().fgraph_convert(fgraph, input_storage, storage_map, **kwargs)
         finally:
             for storage, value in zip(storages, values, strict=True):
                 storage[0] = value
         self._length_graph = extract_lengths(fgraph)  # last: the conversion replaces random generators by copies
         if self._length_graph is not None:
-            function = jax_funcify(self._length_graph.graph)
+            function = jax_funcify(self._length_graph.graph, keeps_dtypes=True)
         dtypes = [getattr(output.type, "dtype", None) for output in fgraph.outputs]
         return (lambda *inputs: tuple(map(to_graph_dtype, function(*inputs), dtypes))) if dtypes else function
 

@@ -100,6 +100,20 @@ def test_loops_keep_the_dtype_of_their_state(fork):
         np.testing.assert_allclose(result, expected, rtol=1e-5)
 
 
+def test_branches_keep_the_dtype_of_the_graph(fork):
+    from pytensor.ifelse import ifelse
+
+    # XLA needs one dtype in both branches.
+    fork(1)
+    x, flag = T.fmatrix("x"), T.iscalar("flag")
+    chosen = ifelse(flag, x[0], x.sum(axis=0))
+    rows = np.linspace(-1, 1, 6, dtype="float32").reshape(3, 2)
+    plain = package.function([x, flag], chosen, mode=with_static_length_linker("JAX"))
+    for f in (plain, synk.function([], (chosen, None), bcast_inputs=[x, flag])):
+        np.testing.assert_allclose(np.asarray(f(rows, 0)), rows.sum(axis=0), rtol=1e-6)
+        np.testing.assert_array_equal(np.asarray(f(rows, 1)), rows[0])
+
+
 # -- lengths that follow from integers -------------------------------------------------------------------------
 
 
