@@ -136,8 +136,9 @@ class GraphLibrary(ABC):
     def __init__(self, package: ModuleType):
         self.name = package.__name__
         self.package = package
-        # Kept, as a script may put synkhronos.function in its place.
-        self.package_function = package.function
+        # Not `package.function`: a script may put synkhronos.function in its place before `fork`.
+        function_or_module = package.compile.function  # a module in PyTensor 2
+        self.package_function = getattr(function_or_module, "function", function_or_module)
 
     def __reduce__(self) -> str:
         return "LIBRARY"  # its name in the module of its class

@@ -489,3 +489,5 @@ def test_synk_function_may_take_the_place_of_the_librarys_function(monkeypatch, 
     x = T.dvector("x")
     f = package.function([x], (x.sum(), "sum"), name="total")
     assert f(np.ones(4)) == 4
+    library = type(get_library(x))(package)  # as it is created if the script replaces the function before `fork`
+    assert library.function([x], x.sum())(np.ones(4)) == 4
