@@ -11,7 +11,8 @@ The package could be a separate distribution.  Its interface with the rest of Sy
 
 - It imports ``linker``, ``numpy_op`` and ``bounded_canonizer`` of ``synkhronos.lowering``, which translate PyTensor's
   functions to JAX.
-- Only the modules that start users' scripts (``__main__``, ``launcher``, ``platoon``) import it.
+- Only the modules that start users' scripts (``__main__``, ``launcher``, ``platoon``) import it, and workers that are
+  new processes: the master's `sys.meta_path` has its finders.
 - Other packages read four attributes.  ``theano.__served_on__`` marks a module that is not Theano itself.
   ``In.default_list`` is a list of one with an input's default value.  An Op's ``is_product`` and ``is_single_kernel``
   tell ``lowering.precision`` which results may be computed in bfloat16.

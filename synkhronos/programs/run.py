@@ -30,6 +30,7 @@ from synkhronos.ranks import ArrayLocation, Command, Rank, Session
 from synkhronos.ranks.program_memory import ProgramMemoryLayout
 from synkhronos.ranks.program_peers import ProgramPeers
 from synkhronos.replication.replicator import distribute_variables
+from synkhronos.replication.user_code import import_hook_modules, list_import_hook_modules
 
 #: Number of locks for any use, in addition to one for each rank's host; see `RankContext.lock`.
 _N_EXTRA_LOCKS = 8
@@ -87,9 +88,9 @@ def run(program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         layout = replace(layout, segment_key=segment.key)
         try:
             layout.initialize_locks(segment)
-            results: list[Any] = session.run(
-                RunProgram(layout, pickled_program, tuple(function_keys), tuple(published_arrays))
-            )
+            keys, arrays = tuple(function_keys), tuple(published_arrays)
+            command = RunProgram(layout, list_import_hook_modules(), pickled_program, keys, arrays)
+            results: list[Any] = session.run(command)
         finally:
             session.memory.release("segment", layout.segment_key)
         return results
@@ -97,6 +98,7 @@ def run(program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
 
 class _RunProgramFields(NamedTuple):
     program_layout: ProgramMemoryLayout
+    hook_modules: tuple[str, ...]
     pickled_program: bytes
     function_keys: tuple[Any, ...]
     published_arrays: tuple[ArrayLocation, ...]
@@ -115,6 +117,7 @@ class RunProgram(_RunProgramFields, Command):
         """Run the program on this rank; return all ranks' results in the master, an empty list in workers."""
         peers = ProgramPeers(rank, self.program_layout)
         self._compile_functions(rank)
+        import_hook_modules(self.hook_modules)
         unpickler = _ProgramUnpickler(io.BytesIO(self.pickled_program))
         unpickler.rank, unpickler.peers = rank, peers
         try:

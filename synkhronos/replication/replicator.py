@@ -45,8 +45,10 @@ from synkhronos.replication.user_code import (
     QualifiedName,
     UserCode,
     find_outdated_modules,
+    import_hook_modules,
     is_importable,
     is_user_module,
+    list_import_hook_modules,
 )
 from synkhronos.variable_types import SharedVariable, Variable
 
@@ -202,7 +204,8 @@ class Replicator:
             code, pickled = self._pickle_into_shared_memory((nodes, objects, offsets))
             try:
                 path = tuple(map(os.path.abspath, sys.path))
-                outdated = session.run(ReceiveObjects(pickled, sys.getrecursionlimit(), path, code.list_digests()))
+                hook_modules, digests = list_import_hook_modules(), code.list_digests()
+                outdated = session.run(ReceiveObjects(pickled, sys.getrecursionlimit(), path, hook_modules, digests))
             except BaseException:
                 for key, _ in objects:
                     session.memory.release("object", key)
@@ -294,6 +297,7 @@ class ReceiveObjects(Command):
     location: ArrayLocation
     recursion_limit: int
     sys_path: tuple[str, ...]
+    hook_modules: tuple[str, ...]
     digests: tuple[tuple[QualifiedName, bytes], ...]
 
     def run(self, rank: Rank) -> set[str]:
@@ -306,6 +310,7 @@ class ReceiveObjects(Command):
             # The pickle may name any module that the master can import now.
             sys.path[:] = self.sys_path
             importlib.invalidate_caches()
+            import_hook_modules(self.hook_modules)
         if self.digests:
             outdated = () if rank.is_master else find_outdated_modules(self.digests)
             outdated_anywhere = set().union(*rank.all_gather_if_different(outdated))

@@ -96,6 +96,22 @@ def find_outdated_modules(digests: Iterable[tuple[QualifiedName, bytes]]) -> tup
     return tuple(sorted(modules))
 
 
+def list_import_hook_modules() -> tuple[str, ...]:
+    """Return the modules of this library whose finders are in `sys.meta_path`.
+
+    The user's modules may need them: with `synkhronos.compat`, ``import theano`` imports PyTensor.  A worker that is a
+    new process has none before it imports these modules.
+    """
+    modules = {type(finder).__module__ for finder in sys.meta_path}
+    return tuple(sorted(module for module in modules if module.startswith("synkhronos.")))
+
+
+def import_hook_modules(modules: Iterable[str]) -> None:
+    """Import modules, which add their finders to `sys.meta_path`."""
+    for module in modules:
+        importlib.import_module(module)
+
+
 def is_importable(value: Any) -> bool:
     """Whether a class or function can be imported by its module and name."""
     imported: Any = sys.modules.get(value.__module__)

@@ -122,6 +122,42 @@ def test_spawned_workers_inherit_sys_path(fork, started_xla, tmp_path, monkeypat
     np.testing.assert_array_equal(f(VALUE), VALUE * 2)
 
 
+def test_modules_that_import_theano_are_imported_on_spawned_workers(tmp_path):
+    (tmp_path / "users_own.py").write_text(
+        textwrap.dedent("""
+            import theano
+
+            class Twice(theano.Op):
+                __props__ = ()
+
+                def make_node(self, x):
+                    return theano.Apply(self, [x], [x.type()])
+
+                def perform(self, node, inputs, outputs):
+                    outputs[0][0] = inputs[0] * 2
+
+            def get_rank(context):
+                return context.number
+        """)
+    )
+    program = start_program(
+        """
+        import synkhronos.compat, users_own
+        import theano.tensor as T
+        synk.fork(2, use_gpu=False)
+        print(synk.run(users_own.get_rank))
+        synk.close()
+        synk.fork(2, use_gpu=False)
+        x = T.dvector("x")
+        print(synk.function([x], (users_own.Twice()(x), "gather"), mode="FAST_COMPILE")(np.arange(4.0)).tolist())
+        """,
+        cwd=tmp_path,
+    )
+    out, err = program.communicate(timeout=60)
+    assert program.returncode == 0, err
+    assert out.splitlines() == ["[0, 1]", "[0.0, 2.0, 4.0, 6.0]"]
+
+
 def test_spawned_workers_end_when_the_master_is_killed():
     master = start_program("""
         import os, time
