@@ -646,6 +646,32 @@ def test_data_parallel_refuses_a_series():
         data_parallel(model)
 
 
+@pytest.mark.filterwarnings("ignore:The `pymc.dims` module is experimental")
+def test_data_parallel_refuses_variables_of_pymc_dims():
+    import pymc.dims as pmd
+
+    with pm.Model(coords={"row": range(N)}) as model:
+        pmd.Normal("y", pmd.Normal("a"), 1, observed=pmd.Data("data", X[:, 0], dims="row"))
+    with pytest.raises(
+        ValueError, match="split by rows: y: it is a variable of pymc.dims; use the distributions of pymc"
+    ):
+        data_parallel(model)
+
+
+def test_data_parallel_refuses_a_series_of_vectors():
+    with pm.Model() as model:
+        levels = pytensor.scan(
+            lambda x, h, rho: rho * h + x,
+            sequences=[pt.as_tensor(X)],
+            outputs_info=[pt.zeros(3)],
+            non_sequences=[pm.Normal("rho")],
+            return_updates=False,
+        )
+        pm.MvNormal("y", levels, np.eye(3), observed=X)
+    with pytest.raises(ValueError, match=r"split by rows: y: .*Scan\{.* mixes rows: a row depends on the rows before"):
+        data_parallel(model)
+
+
 def test_reasons_of_loops_are_those_of_each_axis():
     with pm.Model() as model:
         variances = pytensor.scan(

@@ -220,6 +220,8 @@ def _make_distributed_logp(model: pm.Model, variable: Variable) -> Variable:
         (terms,) = model.logp([variable], sum=False)
     except NotImplementedError as error:
         raise NotRowwiseError(f"PyMC has no log-density of it: {error}") from error
+    if not isinstance(terms.type, TensorType):
+        raise NotRowwiseError("it is a variable of pymc.dims; use the distributions of pymc in place of those")
     if variable not in model.potentials:
         return _sum_terms_on_ranks(model, terms, model.rvs_to_values[variable].shape.eval(), variable.name)
     if terms.type.ndim:
@@ -258,7 +260,7 @@ def _sum_terms_on_ranks(model: pm.Model, terms: Variable, shape: Any, name: str)
     """
     has_loops = any(isinstance(node.op, Scan) for node in get_library(terms).sort_nodes([terms]))
     reasons = []
-    for axis in range(max(1, len(shape)) if has_loops else 1):
+    for axis in range(max(1, terms.type.ndim) if has_loops else 1):  # a multivariate row has one term
         try:
             rows_first = pt.moveaxis(terms, axis, 0) if axis else terms
             return _sum_rows_on_ranks(model, rows_first, shape[axis:], name)
