@@ -469,11 +469,30 @@ def _as_array(array: Any, name: str) -> Any:
 def _has_values_of_file(array: Any) -> bool:
     """Whether an array maps a named file, and its values are always the file's.
 
-    A view of a memmap may have another layout.  A change of a copy-on-write memmap is not in the file.
+    A view of a memmap may have another layout.  A change of a copy-on-write memmap is not in the file.  A memmap keeps
+    a file that has been replaced since by another one of its name.
     """
     base: Any = getattr(array, "base", None)
     is_whole_map = isinstance(array, np.memmap) and isinstance(base, mmap.mmap)
-    return is_whole_map and array.filename is not None and array.mode != "c"
+    if not is_whole_map or array.filename is None or array.mode == "c":
+        return False
+    try:
+        current = np.memmap(array.filename, "uint8", "r", shape=(1,))
+    except (OSError, ValueError):  # it has been removed, or replaced by an empty one
+        return False
+    return _find_mapped_file(array) == _find_mapped_file(current)
+
+
+def _find_mapped_file(array: np.memmap[Any, Any]) -> list[str]:
+    """Return the device and inode of the file that an array maps; on some file systems `os.stat` has others."""
+    address = array.ctypes.data
+    with open("/proc/self/maps") as lines:
+        for line in lines:
+            bounds, _, _, *device_and_inode = line.split(maxsplit=5)[:5]
+            start, stop = (int(bound, 16) for bound in bounds.split("-"))
+            if start <= address < stop:
+                return device_and_inode
+    return []
 
 
 class IterableSource:

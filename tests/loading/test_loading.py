@@ -469,6 +469,18 @@ def test_loader_copies_changes_of_a_copy_on_write_memmap(tmp_path, load):
     assert [rows.tolist() for (rows,) in load([mapped], shuffle=False).arrays(0, 4)] == [[1, 1, 1, 1]]
 
 
+def test_loader_copies_a_memmap_whose_file_is_another_now(tmp_path, load):
+    path = tmp_path / "x.npy"
+    for i in range(2):
+        np.save(tmp_path / "new.npy", np.full(4, i))
+        (tmp_path / "new.npy").rename(path)
+        if not i:
+            mapped = np.load(path, mmap_mode="r")
+    assert [rows.tolist() for (rows,) in load([mapped], shuffle=False).arrays(0, 4)] == [[0, 0, 0, 0]]
+    path.unlink()
+    assert [rows.tolist() for (rows,) in load([mapped], shuffle=False).arrays(0, 4)] == [[0, 0, 0, 0]]
+
+
 def test_loader_copies_an_unnamed_memmap(load):
     with tempfile.TemporaryFile() as file:
         mapped = np.memmap(file, "i4", "w+", shape=(4,))
