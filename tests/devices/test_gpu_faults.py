@@ -191,6 +191,7 @@ def prepare_repeated_all_reduce(fork):
     w, values = make_filled_variable("float32")
     for _ in range(2):
         synk.all_reduce(w, "sum")
+    np.asarray(w.get_value())  # waits for the GPU: a death makes values invalid that are not complete
     return w, sum(values) * N_RANKS, prepare_command(ranks.get_session(), w, AllReduce, ("sum", True))
 
 

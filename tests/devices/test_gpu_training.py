@@ -346,18 +346,18 @@ def test_interrupted_step_is_all_or_nothing(fork, times):
     step = partial(train, *data) if times == 1 else partial(train.steps, *data, batches=[range(8), range(8, 16)] * 5)
     for _ in range(3):
         step()
-    interrupts = 0
+    interrupts, notes = 0, []
     for delay in RNG.uniform(0.0005, 0.003, 40):
         timer = threading.Timer(delay, lambda: os.kill(os.getpid(), signal.SIGINT))
         try:
             timer.start()
             for _ in range(100_000):
                 step()
-        except KeyboardInterrupt:
-            interrupts += 1
+        except KeyboardInterrupt as error:
+            interrupts, notes = interrupts + 1, getattr(error, "__notes__", [])
         timer.join()
         value = np.asarray(w.get_value())  # waits for the GPU
-        np.testing.assert_array_equal(synk.gather(w), [value] * n)
+        np.testing.assert_array_equal(synk.gather(w), [value] * n, err_msg=" ".join(notes))
     assert interrupts == 40
 
 
