@@ -67,25 +67,31 @@ class AllReduce(Command):
         """All-reduce the variables in place.  Raise ValueError on all ranks if their shapes differ."""
         if rank.size == 1:
             return
-        plan = rank.registry.get_or_create(_AllReducePlans).get(self)
-        if plan is not None and plan.speculative_communicator is not None and plan.is_valid(rank):
+        plan = self._get_valid_plan(rank)
+        if plan is not None and plan.speculative_communicator is not None:
             if not plan.all_reduce_speculatively(rank, self.op):
-                self.agree_on_plan(rank, digests_differ=True).all_reduce(rank, self.op)
+                self._replace_plan(rank, digests_differ=True).all_reduce(rank, self.op)
         else:
-            self.reduce_and_run(rank, None)
+            self._reduce_and_run(rank, plan, None, False)
 
     def reduce_and_run(self, rank: Rank, operation: Callable[[], T] | None, is_collective: bool = False) -> T | None:
         """Reduce, then run an operation on all ranks or, after an interrupt of the master, on none of them.
 
         Small values in host memory take one barrier, and then the reduction is part of the operation.
         """
-        plan, digests_differ = rank.registry.get_or_create(_AllReducePlans).get(self), False
-        if plan is not None and plan.scratch_views and plan.is_valid(rank):
+        return self._reduce_and_run(rank, self._get_valid_plan(rank), operation, is_collective)
+
+    def _reduce_and_run(
+        self, rank: Rank, plan: AllReducePlan | None, operation: Callable[[], T] | None, is_collective: bool
+    ) -> T | None:
+        """Reduce and run as `reduce_and_run`; ``plan`` is the result of `_get_valid_plan`."""
+        if plan is not None and plan.scratch_views:
             have_reduced, result = plan.reduce_small_and_run(rank, self.op, operation, is_collective)
             if have_reduced:
                 return result
-            digests_differ = True
-        plan = self.agree_on_plan(rank, digests_differ)
+            plan = self._replace_plan(rank, digests_differ=True)
+        else:
+            plan = self._agree_on_plan(rank, plan)
         if plan.scratch_views:
             return plan.reduce_small_and_run(rank, self.op, operation, is_collective, have_agreed=True)[1]
         plan.all_reduce(rank, self.op)
@@ -94,22 +100,31 @@ class AllReduce(Command):
         plan.wait_until_started()
         return rank.run_on_all_or_no_rank(operation, is_collective)
 
-    def agree_on_plan(self, rank: Rank, digests_differ: bool = False) -> AllReducePlan:
-        """Return the plan, after all ranks have made new ones if theirs differ; a collective operation.
+    def agree_on_plan(self, rank: Rank) -> AllReducePlan:
+        """Return the plan, after all ranks have made new ones if theirs differ; a collective operation."""
+        return self._agree_on_plan(rank, self._get_valid_plan(rank))
+
+    def _agree_on_plan(self, rank: Rank, plan: AllReducePlan | None) -> AllReducePlan:
+        if plan is None:
+            return self._replace_plan(rank, digests_differ=False)
+        return plan if rank.compare_digests(plan.digest) else self._replace_plan(rank, digests_differ=True)
+
+    def _get_valid_plan(self, rank: Rank) -> AllReducePlan | None:
+        """Return the plan that this rank has for the command, or None if it has none that is valid."""
+        plan = rank.registry.get_or_create(_AllReducePlans).get(self)
+        return plan if plan is not None and plan.is_valid(rank) else None
+
+    def _replace_plan(self, rank: Rank, digests_differ: bool) -> AllReducePlan:
+        """Make a new plan on all ranks; a collective operation.
 
         ``digests_differ`` means that all ranks have just compared digests that differ.
         """
-        plans = rank.registry.get_or_create(_AllReducePlans)
-        last = plans.get(self)
-        if not digests_differ and last is not None and last.is_valid(rank):
-            if rank.compare_digests(last.digest):
-                return last
-            digests_differ = True
         shareds = rank.get_objects(self.variable_keys)
         replicas = prepare_replicas(rank, shareds, self.uses_device_communicator, self.op, digests_differ)
         for replica in replicas:
             replica.check_equal_layouts("all_reduce")
-        plan = plans[self] = AllReducePlan.from_replicas(rank, self.variable_keys, replicas)
+        plan = AllReducePlan.from_replicas(rank, self.variable_keys, replicas)
+        rank.registry.get_or_create(_AllReducePlans)[self] = plan
         return plan
 
 

@@ -65,7 +65,10 @@ class NcclCommunicator(SpeculativeCommunicator):
         self._rank = rank
         self._gpu = gpu
         self._array_device = gpu.array_device
-        self._stream = gpu.copy_stream_handle if gpu.array_device.stream is None else gpu.array_device.stream
+        compute_stream = gpu.array_device.stream
+        #: Whether NCCL uses the stream on which the library computes, which is ordered before and after its work.
+        self._is_on_compute_stream = compute_stream is not None
+        self._stream = gpu.copy_stream_handle if compute_stream is None else compute_stream
         valid_flag = np.zeros(1, np.int32) if watchdog else gpu.host_valid_flag
         self._connection = NcclConnection(rank, gpu, self._stream, valid_flag)
         self._nccl, self._nccl_lock = self._connection.nccl, self._connection.nccl_lock
@@ -119,19 +122,20 @@ class NcclCommunicator(SpeculativeCommunicator):
         target = address if out is array else self._array_device.get_address(out)
         self._gpu.set_current_gpu()
         nbytes = n_items * array.dtype.itemsize
-        is_idle = not self._enqueued_nbytes and self._watchdog.is_stream_idle()
+        watchdog = self._watchdog
+        is_idle = not self._enqueued_nbytes and watchdog.is_stream_idle()
         if nbytes > _QUICK_NBYTES or not (self._enqueued_nbytes or is_idle):
             self._enqueued_nbytes = math.inf
         self._enqueued_nbytes += nbytes
         if out is array:
             self.record_pending_writes()
-        elif is_idle and not self._watchdog.has_lost_peer:
-            self._watchdog.writes_in_place = False  # earlier writes are complete
-        self._watchdog.mark_started(self._connection, is_idle)
+        elif is_idle and not watchdog.has_lost_peer:
+            watchdog.writes_in_place = False  # earlier writes are complete
+        watchdog.mark_started(self._connection, is_idle)
         with self._nccl_lock:
             handle = self._connection.get_handle()
             self._nccl.all_reduce(address, target, n_items, dtype, NCCL_OPS[op], handle, self._stream)
-        if self._array_device.stream is None:
+        if not self._is_on_compute_stream:
             self._wait_until_idle()
 
     def wait_briefly(self) -> bool:
@@ -154,7 +158,7 @@ class NcclCommunicator(SpeculativeCommunicator):
     @property
     def max_speculative_nbytes(self) -> int:
         """Number of bytes of an all-reduce that takes no longer than a launch, or 0 where `all_reduce` waits."""
-        return 0 if self._array_device.stream is None else _QUICK_NBYTES
+        return _QUICK_NBYTES if self._is_on_compute_stream else 0
 
     def compare_digests_after_start(self, digest: bytes) -> bool:
         """Compare the ranks' digests once this rank has started its collectives.  Abort them if the digests differ."""
@@ -266,7 +270,7 @@ class NcclCommunicator(SpeculativeCommunicator):
 
     def _prepare_buffer(self, array: Array) -> tuple[int, int, int | None]:
         """Wait for an array unless NCCL uses the library's stream.  Return its address, length, and NCCL dtype."""
-        if self._array_device.stream is None:
+        if not self._is_on_compute_stream:
             self._array_device.wait([array])
         return self._array_device.get_address(array), array.size, to_nccl_dtype(array.dtype)
 

@@ -212,7 +212,8 @@ class NcclConnection:
 
     def get_handle(self) -> Any:
         """Return the communicator's handle, for NCCL's functions.  Raise the errors of `check_connected`."""
-        self.check_connected()
+        if self._comm is None:
+            self.check_connected()
         return self._handle
 
     def get_async_error(self) -> int | None:
