@@ -347,6 +347,29 @@ def test_failed_command_aborts_nothing_of_earlier_commands(connected, ending):
     assert not resolve.is_alive() and gpu.aborted
 
 
+def test_late_abort_leaves_the_collectives_of_the_next_command(connected):
+    communicator, gpu = connected()
+    start_all_reduce(communicator, gpu, command=4)
+    communicator.wait_until_started()
+    start_all_reduce(communicator, gpu, command=5)
+
+    def go_on():
+        """Abort, and start the next command, as the main thread may while the other one waits for the mark."""
+        if threading.current_thread() is late_thread and not gpu.aborted:
+            gpu.host_mark[0] = gpu.pending_marks[0]
+            communicator.abort()
+            connection = communicator._connection
+            connection._comm, connection._handle, connection.generation = gpu, 1, 1
+            start_all_reduce(communicator, gpu, command=6)
+        return False
+
+    gpu.has_peer_died = go_on
+    late_thread = threading.Thread(target=communicator.abort)
+    late_thread.start()
+    late_thread.join(5)
+    assert not late_thread.is_alive() and gpu.aborted == 1
+
+
 def test_differing_digests_abort_nothing_of_earlier_commands(connected):
     communicator, gpu = connected()
     start_all_reduce(communicator, gpu, command=4)

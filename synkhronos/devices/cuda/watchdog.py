@@ -86,12 +86,17 @@ class CollectiveWatchdog(PendingOperation):
             (connection or self.active_connection).abort()
 
     def abort_pending(self) -> None:
-        """Abort the pending collectives, once the safe ones before them are complete."""
+        """Abort the pending collectives, once the safe ones before them are complete.
+
+        While this thread waits, the other one may abort them, and start those of the next command.
+        """
+        command_number = self._pending_command_number
         with defer_signals():
             deadline = perf_counter() + ABORT_TIMEOUT_SECONDS
             while self._gpu.host_mark[0] != self._mark and not self._rank.has_peer_died() and perf_counter() < deadline:
                 time.sleep(GPU_POLL_SECONDS)
-            self.abort()
+            if self._pending_command_number == command_number:
+                self.abort()
 
     # -- calls from a command --------------------------------------------------------------------------------
 
