@@ -56,7 +56,8 @@ class HookFinder(importlib.abc.MetaPathFinder):
         try:
             return self.hook(fullname, path)
         except ModuleNotFoundError:
-            if sys._getframe(2).f_code is importlib.util.find_spec.__code__:
+            caller = sys._getframe(1).f_back
+            if caller is not None and caller.f_code is importlib.util.find_spec.__code__:
                 return None
             raise
 

@@ -136,6 +136,18 @@ def test_find_spec_of_a_missing_module_is_none(name):
         importlib.import_module(name)
 
 
+def test_finder_that_a_script_calls_raises_the_error_of_its_hook():
+    code = """if True:
+        import sys, synkhronos.compat
+        for finder in sys.meta_path:
+            try:
+                finder.find_spec("theano.nothing", None)
+            except ModuleNotFoundError as error:
+                print(error)
+    """
+    assert run(code).startswith("theano.nothing is not provided")
+
+
 def test_missing_name_is_named():
     for module in (theano, T, T.nnet, theano.gradient):
         assert not hasattr(module, "nothing")
