@@ -467,9 +467,9 @@ LONGEST_JOBS = [
     "pytensor",
     "pytensor, old programs",
     "pytensor, ranks",
+    "theano, programs",
     "pytensor, programs",
     "theano, lasagne demos",
-    "theano, programs",
 ]
 #: Tests that compare update rules with optax's, in a process of their own, since XLA starts in it.
 OPTAX_TESTS = "tests/update_rules_optax"
