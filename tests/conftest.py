@@ -35,11 +35,13 @@ MODES = {
     "gpu": ["mode=FAST_COMPILE"],
 }
 for variable, flags in {
-    # -O0: g++'s optimizations would take a third of the time in which tests of C code compile.
-    "PYTENSOR_FLAGS": ["traceback__limit=0", "gcc__cxxflags=-O0", *MODES[DEVICE]],
+    # -O0 and -g0: g++'s optimizations and debug information would take a fifth or more of the time in which tests of C code
+    # compile.
+    "PYTENSOR_FLAGS": ["traceback__limit=0", "gcc__cxxflags=-O0 -g0", *MODES[DEVICE]],
     "THEANO_FLAGS": [
         "blas.ldflags=",
         "traceback.limit=0",
+        "gcc.cxxflags=-O0 -g0",
         # Some of Theano's Ops on GPUs can't run with Python's linker.
         *(["optimizer=fast_compile", "dnn.enabled=False"] if DEVICE == "gpu" else ["mode=FAST_COMPILE"]),
     ],
