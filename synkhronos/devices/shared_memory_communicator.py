@@ -184,8 +184,9 @@ class SharedMemoryCommunicator(Communicator):
         A small array takes one barrier: each rank reduces all contributions.
 
         Each chunk of a large array is divided into one share per rank, and takes two barriers.  Contributors publish
-        their elements before the first one.  After it each rank reduces its share, and writes the result into its own
-        scratch area, whose cache lines no other rank writes.  Ranks copy all shares after the second one.
+        their elements before the first one.  After it each rank reduces its share.  Ranks with a target copy all shares
+        after the second one.  In an all-reduce a rank writes its result into its own scratch area, whose cache lines no
+        other rank writes.  For a single target, it is faster to write over rank 0's elements, which have been read.
 
         ``source`` may be bytes of another kind, as in `Communicator.gather`: then chunks are copied as a whole.
         """
@@ -204,7 +205,7 @@ class SharedMemoryCommunicator(Communicator):
                 rows = slice(None) if len(contributors) == rank.size else list(contributors)
                 target[:] = reduce_op.reduce_first_axis(shared[rows, :n_items])
             return
-        is_array = isinstance(source, np.ndarray)
+        is_array, is_all_reduce = isinstance(source, np.ndarray), source is not None and source is target
         for offset in range(0, n_items, max_chunk_items):
             count = min(max_chunk_items, n_items - offset)
             bounds = [count * r // rank.size for r in range(rank.size + 1)]
@@ -218,15 +219,14 @@ class SharedMemoryCommunicator(Communicator):
                 shared[number, high:count] = chunk[high:]
             rank.barrier()
             if high > low:
-                result = shared[number, low:high]
-                own_input = chunk[low:high] if is_array else result.copy()
-                inputs = [own_input if r == number else shared[r, low:high] for r in contributors]
-                reduce_arrays(inputs, reduce_op, result)
+                inputs = [chunk[low:high] if r == number and is_array else shared[r, low:high] for r in contributors]
+                reduce_arrays(inputs, reduce_op, shared[number if is_all_reduce else 0, low:high])
             rank.barrier()
-            if target is not None:
-                chunk = target[offset : offset + count]
+            if is_all_reduce:
                 for r, (start, stop) in enumerate(pairwise(bounds)):
                     chunk[start:stop] = shared[r, start:stop]
+            elif target is not None:
+                target[offset : offset + count] = shared[0, :count]
 
 
 def reduce_arrays(inputs: Sequence[np.ndarray], reduce_op: ReduceOp, out: np.ndarray) -> None:
