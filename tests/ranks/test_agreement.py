@@ -82,10 +82,11 @@ class Connection:
 
 
 def make_watchdog(rank):
-    """Return a watchdog without a thread and a GPU: `cancel` needs neither."""
+    """Return a watchdog without a thread, of a GPU that has completed all earlier collectives."""
     watchdog = object.__new__(CollectiveWatchdog)
     watchdog._rank, watchdog.active_connection = rank, Connection()
     watchdog.connections, watchdog._completed_command_number = [watchdog.active_connection], 0
+    watchdog._gpu, watchdog._mark = SimpleNamespace(host_mark=[0]), 0
     watchdog.mark_idle()
     return watchdog
 

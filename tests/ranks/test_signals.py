@@ -124,6 +124,22 @@ def test_defer_signals_holds_to_the_end_of_the_outer_block():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_defer_signals_finds_handlers_that_are_new_since_the_last_block():
+    def raise_error(*_):
+        raise SignalRaised
+
+    with defer_signals():
+        pass
+    previous = signal.signal(signal.SIGUSR2, raise_error)
+    try:
+        with pytest.raises(SignalRaised), defer_signals():
+            signal.raise_signal(signal.SIGUSR2)
+            was_deferred = True
+        assert was_deferred
+    finally:
+        signal.signal(signal.SIGUSR2, previous)
+
+
 def test_defer_signals_can_deliver_late_signals(monkeypatch):
     seconds = 1.0
     monkeypatch.setattr("synkhronos.ranks.interrupts.time", SimpleNamespace(monotonic=lambda: seconds))
