@@ -263,7 +263,7 @@ class AllReducePlan(NamedTuple):
                 written.append((library, shared, device, array))
             if any(isinstance(variable.communicator, MultiHostCommunicator) for variable in self.variables):
                 rank.gather_bytes(b"")  # the master may only fail once no other rank waits for a part of an array
-            if rank.is_master:  # an interrupt after this block may not abort it
+            if rank.is_master:  # else an interrupt after this block could abort what other ranks have not started
                 self.wait_until_started()
             else:
                 self.device_communicator.notify_started()

@@ -95,8 +95,8 @@ class NcclCommunicator(SpeculativeCommunicator):
         """Connect ``members``, unless their ``generations`` show that they share a connection."""
         if self.generation and set(generations) == {self.generation}:
             return
-        # The other ranks' part in earlier collectives is done; and earlier work must not count against the timeout of
-        # the connection.
+        # All ranks have started the earlier collectives, which therefore complete.  Also, earlier work must not count
+        # against the timeout of the connection.
         self._wait_for_earlier_work()
         self._watchdog.abort(self._connection)
         self._connection.connect(max(generations) + 1, members, all_gather)
