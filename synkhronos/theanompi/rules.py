@@ -23,12 +23,14 @@ class _StartsRuns(exchange_rules.ExchangeRule):
         self, devices: Sequence[str] | str | None = None, modelfile: str = "", modelclass: str = "", **settings: Any
     ) -> None:
         """Start a run by this rule; the arguments are those of `synkhronos.launcher.start_run`."""
-        self._start(self, devices, modelfile, modelclass, **settings)
-
-    def _start(self, rule: exchange_rules.ExchangeRule, *arguments: Any, **settings: Any) -> None:
         if self._run is not None:
             raise RuntimeError("init() was called already: call wait(), or make another rule")
-        self._run = start_run(rule, *arguments, **settings)
+        rule, settings = self._resolve(settings)
+        self._run = start_run(rule, devices, modelfile, modelclass, **settings)
+
+    def _resolve(self, settings: dict[str, Any]) -> tuple[exchange_rules.ExchangeRule, dict[str, Any]]:
+        """Return the rule and the settings of the run."""
+        return self, settings
 
     def wait(self) -> Path:
         """Wait for the end of the run, and return its folder; raise RuntimeError if it has failed."""
@@ -56,14 +58,12 @@ class BSP(_StartsRuns, exchange_rules.BSP):
     sync_type = "cdd"
     exch_strategy = "nccl32"
 
-    def init(
-        self, devices: Sequence[str] | str | None = None, modelfile: str = "", modelclass: str = "", **settings: Any
-    ) -> None:
+    def _resolve(self, settings: dict[str, Any]) -> tuple[exchange_rules.ExchangeRule, dict[str, Any]]:
         with convert_to_settings_error():
             names = ("sync_type", "exch_strategy")
             exchange = merge_tables(parse_exchange_option(name, getattr(self, name)) for name in names)
         rule = exchange_rules.Swap() if exchange.pop("rule", None) == "Swap" else self
-        self._start(rule, devices, modelfile, modelclass, **merge_tables([exchange, settings]))
+        return rule, merge_tables([exchange, settings])
 
 
 class EASGD(_StartsRuns, exchange_rules.EASGD):

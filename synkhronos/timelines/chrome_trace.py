@@ -14,7 +14,7 @@ from itertools import chain
 from typing import IO, Any, cast
 
 from synkhronos.engines.xla.profile import ProfiledOperation
-from synkhronos.timelines.spans import Span, SpanFields
+from synkhronos.timelines.spans import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class RankSpans:
     host: str
     main_thread: int
     clock_offset_ns: int
-    spans: list[SpanFields]
+    spans: list[Span]
     xla_operations: list[ProfiledOperation]
 
 
@@ -55,9 +55,9 @@ def _open(path: str, mode: str) -> IO[str]:
 def _make_events(spans_by_rank: Sequence[RankSpans]) -> Iterator[dict[str, Any]]:
     """Yield the events of all ranks: names of processes and threads, and a complete event for each span."""
     starts = (
-        Span._make(fields).start_ns + rank_spans.clock_offset_ns
+        start_ns + rank_spans.clock_offset_ns
         for rank_spans in spans_by_rank
-        for fields in rank_spans.spans
+        for _, _, start_ns, _, _ in rank_spans.spans
     )
     origin_ns = min(starts, default=0)
     for rank_spans in spans_by_rank:
@@ -67,14 +67,14 @@ def _make_events(spans_by_rank: Sequence[RankSpans]) -> Iterator[dict[str, Any]]
         yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
         yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": 0, "args": {"name": "main thread"}}
         operations = (
-            Span(operation.name, "compute", operation.start_ns, operation.end_ns, operation.thread_name)
+            (operation.name, "compute", operation.start_ns, operation.end_ns, operation.thread_name)
             for operation in rank_spans.xla_operations
         )
-        for span in chain(map(Span._make, rank_spans.spans), operations):
-            is_new = span.thread not in threads
-            tid = threads.setdefault(span.thread, len(threads))
-            if is_new and isinstance(span.thread, str):  # a thread of XLA
-                yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": span.thread}}
-            event = {"ph": "X", "name": span.name, "cat": span.category, "pid": pid, "tid": tid}
-            start_ns = span.start_ns + rank_spans.clock_offset_ns - origin_ns
-            yield {**event, "ts": start_ns / 1000, "dur": (span.end_ns - span.start_ns) / 1000}
+        for name, category, start_ns, end_ns, thread in chain(rank_spans.spans, operations):
+            is_new = thread not in threads
+            tid = threads.setdefault(thread, len(threads))
+            if is_new and isinstance(thread, str):  # a thread of XLA
+                yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": thread}}
+            event = {"ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid}
+            ts = (start_ns + rank_spans.clock_offset_ns - origin_ns) / 1000
+            yield {**event, "ts": ts, "dur": (end_ns - start_ns) / 1000}

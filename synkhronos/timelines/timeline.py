@@ -17,7 +17,7 @@ from synkhronos.engines.xla.profile import ProfiledOperation, XlaProfile
 from synkhronos.ranks import Command, PendingOperation, Rank
 from synkhronos.ranks.session import Session
 from synkhronos.timelines.chrome_trace import RankSpans, write_trace
-from synkhronos.timelines.spans import SpanFields, SpanRecorder
+from synkhronos.timelines.spans import Span, SpanRecorder
 
 #: Number of readings of two hosts' clocks, from which the clock offset is estimated.
 _CLOCK_READINGS = 15
@@ -55,7 +55,7 @@ class StopRecording(Command):
 
 
 def _make_rank_spans(
-    rank: Rank, spans: Iterable[SpanFields], clock_offset_ns: int = 0, xla_operations: Sequence[ProfiledOperation] = ()
+    rank: Rank, spans: Iterable[Span], clock_offset_ns: int = 0, xla_operations: Sequence[ProfiledOperation] = ()
 ) -> RankSpans:
     thread = threading.main_thread().ident or 0
     return RankSpans(rank.number, os.uname().nodename, thread, clock_offset_ns, list(spans), list(xla_operations))

@@ -16,13 +16,15 @@ disk, lose lines.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import select
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
+
+from synkhronos.training.monitoring.recorder import append_line
 
 #: Maximal number of bytes of a line; longer lines are split, which limits memory.
 _MAX_LINE_NBYTES = 1 << 20
@@ -105,41 +107,30 @@ class OutputWriter:
 
     def __init__(self, folder: Path, is_resumed: bool, console: Console, error_console: Console):
         self._folder, self._console, self._error_console = folder, console, error_console
-        self._mode = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if is_resumed else os.O_TRUNC)
-        self._logs: dict[str, int] = {}
-        #: Names of files that lack lines, and of files that end within a line.
+        self._mode = "ab+" if is_resumed else "wb+"
+        self._logs: dict[str, IO[bytes]] = {}
         self._files_with_lost_lines: set[str] = set()
-        self._files_with_partial_line: set[str] = set()
 
     def write(self, name: str, text: str) -> None:
         """Write a line to the file ``name``, and to the console unless it is a record."""
         name = name or "hosts.log"
+        path, is_record = self._folder / name, name.endswith(".jsonl")
         try:
-            if name.endswith(".jsonl"):  # a rank of another host; ranks here write their records
-                with open(self._folder / name, "ab", buffering=0) as file:
-                    self._append(name, file.fileno(), text)
-                return
-            if name not in self._logs:
-                self._logs[name] = os.open(self._folder / name, self._mode, 0o666)
-            self._append(name, self._logs[name], text)
+            if is_record:  # of a rank of another host; ranks here write their records
+                with open(path, "ab+", buffering=0) as file:
+                    append_line(file, text)
+            else:
+                if name not in self._logs:
+                    self._logs[name] = open(path, self._mode, buffering=0)
+                append_line(self._logs[name], text)
         except OSError as error:
             if name not in self._files_with_lost_lines:
                 self._files_with_lost_lines.add(name)
-                self._error_console.write(f"{self._folder / name} lacks lines: {error}\n")
-        if not name.endswith(".jsonl"):
-            self._console.write(f"[{Path(name).stem.replace('-', ' ')}] {text}\n")
-
-    def _append(self, name: str, file: int, text: str) -> None:
-        data = f"{text}\n".encode(errors="backslashreplace")
-        if name in self._files_with_partial_line:
-            data = b"\n" + data
-        n_written = os.write(file, data)
-        self._files_with_partial_line.discard(name)
-        if n_written < len(data):
-            self._files_with_partial_line.add(name)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                self._error_console.write(f"{path} lacks lines: {error}\n")
+        if not is_record:
+            self._console.write(f"[{path.stem.replace('-', ' ')}] {text}\n")
 
     def close(self) -> None:
         """Close the files."""
         for file in self._logs.values():
-            os.close(file)
+            file.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,10 +35,9 @@ class VariablesByRole:
     n_averages: int = 0
 
     @classmethod
-    def from_graph(
-        cls, graph: TrainingGraph, params: Sequence[SharedVariable], exchange_rule: ExchangeRule
-    ) -> VariablesByRole:
+    def from_graph(cls, graph: TrainingGraph, exchange_rule: ExchangeRule) -> VariablesByRole:
         """Group the variables of a training graph by their role under an exchange rule."""
+        params = graph.params
         excluded_flags = [exchange_rule.exclude is not None and bool(exchange_rule.exclude(p)) for p in params]
         exchanged_params = [p for p, is_excluded in zip(params, excluded_flags, strict=True) if not is_excluded]
         if not exchanged_params:

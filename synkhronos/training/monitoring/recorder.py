@@ -14,13 +14,14 @@ for it.  A writer ends an incomplete line before its own, and readers skip lines
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from synkhronos.checks import check_at_least, import_package
 
@@ -68,21 +69,26 @@ class Recorder:
         self._append(RANK_FILE_TEMPLATE.format(rank), record)
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
-        """Append a record to a file of the folder, as a new line."""
-        line = format_record(record)
-        # The file is opened for each line.  Lines are few, and a killed rank then loses none.
-        with open(self.folder / name, "ab+") as file:
-            if file.tell():
-                file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":  # a killed process has left an incomplete line
-                    line = "\n" + line
-            file.write(f"{line}\n".encode())
+        # The file is opened for each line: lines are few, and `filter_lines` may replace the file.
+        with open(self.folder / name, "ab+", buffering=0) as file:
+            append_line(file, format_record(record))
 
     def truncate(self, n_rows_seen: int) -> None:
         """Remove all lines after ``n_rows_seen`` rows, where training resumes, and all lines without ``seen``."""
         for path in [self.folder / REPORT_FILE, *self.folder.glob(RANK_FILE_TEMPLATE.format("*"))]:
             if path.exists():
                 filter_lines(path, lambda record: record.get("seen", math.inf) <= n_rows_seen)
+
+
+def append_line(file: IO[bytes], line: str) -> None:
+    """Append a line to an unbuffered file by one write.  First end a line that a kill or a full disk has cut."""
+    data = f"{line}\n".encode(errors="backslashreplace")
+    if file.seek(0, os.SEEK_END):
+        file.seek(-1, os.SEEK_END)
+        if file.read(1) != b"\n":
+            data = b"\n" + data
+    if file.write(data) < len(data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def filter_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:

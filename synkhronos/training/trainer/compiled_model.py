@@ -43,7 +43,7 @@ class CompiledModel:
     ):
         self.graph, self.exchange_rule, self.metrics = graph, exchange_rule, metrics
         self.learning_rate, self.schedule = learning_rate, schedule
-        variables = VariablesByRole.from_graph(graph, graph.params, exchange_rule)
+        variables = VariablesByRole.from_graph(graph, exchange_rule)
         self.validation = _compile_validation(graph, metrics) if metrics else None
         self.joint_step: TrainFunction | None = None
         self.local_step: Function | None = None
