@@ -10,7 +10,7 @@ An all-reduce takes one of these paths:
 Path         Condition                                 Barriers, and what a rank's failure or an interrupt changes
 ===========  ========================================  ===============================================================
 Speculative  `AllReduce.run`, with a valid plan        One, after the start, for digests.  Before it: no variable; the
-             for a `SpeculativeCommunicator` (NCCL)    connection is aborted.  After it: all ranks store the results,
+             for NCCL                                  connection is aborted.  After it: all ranks store the results,
                                                        an interrupted one at the end of the failed command.
 Small        A valid plan with `scratch_views`         One, for digests and values.  Before it: no variable.  After it
                                                        signals are deferred: all ranks store the results.
@@ -40,10 +40,10 @@ from synkhronos.devices import (
     ArrayLayout,
     Communicator,
     Device,
-    SpeculativeCommunicator,
     get_array_device,
     get_rank_device,
 )
+from synkhronos.devices.cuda.nccl import NcclCommunicator
 from synkhronos.devices.multi_host_communicator import MultiHostCommunicator, get_numpy_communicator
 from synkhronos.devices.reduce_op import REDUCE_OPS
 from synkhronos.devices.shared_memory_communicator import compute_aligned_nbytes, compute_nbytes
@@ -161,7 +161,7 @@ class AllReducePlan(NamedTuple):
     device_communicator: Communicator
     generation: int
     digest: bytes
-    speculative_communicator: SpeculativeCommunicator | None
+    speculative_communicator: NcclCommunicator | None
     targets: list[Any]
     scratch_views: list[list[np.ndarray]]
 
@@ -184,7 +184,7 @@ class AllReducePlan(NamedTuple):
         layouts = [variable.layout for variable in variables]
         nbytes, speculative_communicator = sum(map(compute_nbytes, layouts)), None
         if (
-            isinstance(device_communicator, SpeculativeCommunicator)
+            isinstance(device_communicator, NcclCommunicator)
             and 0 < nbytes <= device_communicator.max_speculative_nbytes
         ):
             if all(variable.communicator is device_communicator for variable in variables):

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pkgutil import iter_modules
 
 from synkhronos.devices import cuda, jax_device, numpy_device, pygpu_device
-from synkhronos.devices.communicator import ArrayLayout, Communicator, SpeculativeCommunicator
+from synkhronos.devices.communicator import ArrayLayout, Communicator
 from synkhronos.devices.cuda.cuda_device import CudaDevice
 from synkhronos.devices.device import Device
 from synkhronos.devices.jax import nccl_handlers
@@ -34,7 +34,6 @@ __all__ = [
     "ArrayLayout",
     "Communicator",
     "Device",
-    "SpeculativeCommunicator",
     "Selection",
     "get_array_device",
     "choose_device",

@@ -92,31 +92,3 @@ class Communicator(ABC):
     @abstractmethod
     def all_gather(self, array: Array, layouts: Sequence[ArrayLayout], out: Sequence[Any]) -> None:
         """Copy rank r's array into ``out[r]`` on every rank."""
-
-
-class SpeculativeCommunicator(Communicator):
-    """A communicator that can start an all-reduce before this rank knows whether all ranks do."""
-
-    @property
-    @abstractmethod
-    def max_speculative_nbytes(self) -> int:
-        """Maximal number of bytes of such an all-reduce."""
-
-    @abstractmethod
-    def all_reduce_into(self, array: Array, op: str, out: Array) -> None:
-        """Write the reduction over all ranks into ``out``.  Like `all_reduce`, this does not wait."""
-
-    @abstractmethod
-    def compare_digests_after_start(self, digest: bytes) -> bool:
-        """Compare the ranks' digests, as `Rank.compare_digests`, after this rank has started its collectives.
-
-        Return True if all ranks have equal digests, so have started the same; otherwise, `abort` the collectives.
-        """
-
-    @abstractmethod
-    def record_pending_writes(self) -> None:
-        """Record that variables have arrays that collectives in progress write: a peer's exit makes them invalid."""
-
-    @abstractmethod
-    def abort(self) -> None:
-        """Abort the connection and its collectives in progress."""

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from synkhronos.devices.communicator import ArrayLayout, SpeculativeCommunicator
+from synkhronos.devices.communicator import ArrayLayout, Communicator
 from synkhronos.devices.cuda.gpu_context import GpuContext, unwrap_cuda_result
 from synkhronos.devices.cuda.nccl_connection import NCCL_UINT8, PEER_POLL_SECONDS, NcclConnection
 from synkhronos.devices.cuda.watchdog import GPU_POLL_SECONDS, CollectiveWatchdog
@@ -53,7 +53,7 @@ class ItemRange(NamedTuple):
     nbytes: int
 
 
-class NcclCommunicator(SpeculativeCommunicator):
+class NcclCommunicator(Communicator):
     """Collectives over arrays on the ranks' GPUs.
 
     A failure in the middle of a collective aborts the connection, but only on the ranks that have started it.  Before
@@ -157,7 +157,10 @@ class NcclCommunicator(SpeculativeCommunicator):
 
     @property
     def max_speculative_nbytes(self) -> int:
-        """Number of bytes of an all-reduce that takes no longer than a launch, or 0 where `all_reduce` waits."""
+        """Maximal number of bytes of an all-reduce that a rank may start before it knows whether all ranks do.
+
+        Such an all-reduce takes no longer than a launch.  0 where `all_reduce` waits.
+        """
         return _QUICK_NBYTES if self._is_on_compute_stream else 0
 
     def compare_digests_after_start(self, digest: bytes) -> bool:
@@ -168,9 +171,11 @@ class NcclCommunicator(SpeculativeCommunicator):
         return have_all_started
 
     def record_pending_writes(self) -> None:
+        """Record that variables have arrays that collectives in progress write: a peer's exit makes them invalid."""
         self._watchdog.writes_in_place = True
 
     def abort(self) -> None:
+        """Abort the connection and its collectives in progress."""
         self._enqueued_nbytes = 0
         self._watchdog.abort_pending()
 
