@@ -43,7 +43,6 @@ from synkhronos.devices import (
     get_array_device,
     get_rank_device,
 )
-from synkhronos.devices.cuda.nccl import NcclCommunicator
 from synkhronos.devices.multi_host_communicator import MultiHostCommunicator, get_numpy_communicator
 from synkhronos.devices.reduce_op import REDUCE_OPS
 from synkhronos.devices.shared_memory_communicator import compute_aligned_nbytes, compute_nbytes
@@ -74,7 +73,7 @@ class AllReduce(Command):
         else:
             self._reduce_and_run(rank, plan, None, False)
 
-    def reduce_and_run(self, rank: Rank, operation: Callable[[], T] | None, is_collective: bool = False) -> T | None:
+    def reduce_and_run(self, rank: Rank, operation: Callable[[], T], is_collective: bool) -> T | None:
         """Reduce, then run an operation on all ranks or, after an interrupt of the master, on none of them.
 
         Small values in host memory take one barrier, and then the reduction is part of the operation.
@@ -161,7 +160,7 @@ class AllReducePlan(NamedTuple):
     device_communicator: Communicator
     generation: int
     digest: bytes
-    speculative_communicator: NcclCommunicator | None
+    speculative_communicator: Any
     targets: list[Any]
     scratch_views: list[list[np.ndarray]]
 
@@ -183,10 +182,7 @@ class AllReducePlan(NamedTuple):
         ]
         layouts = [variable.layout for variable in variables]
         nbytes, speculative_communicator = sum(map(compute_nbytes, layouts)), None
-        if (
-            isinstance(device_communicator, NcclCommunicator)
-            and 0 < nbytes <= device_communicator.max_speculative_nbytes
-        ):
+        if 0 < nbytes <= device_communicator.max_speculative_nbytes:
             if all(variable.communicator is device_communicator for variable in variables):
                 speculative_communicator = device_communicator
         host_communicator = get_numpy_communicator(rank)
@@ -291,7 +287,6 @@ class AllReducePlan(NamedTuple):
 
     def _start_and_store(self, rank: Rank, op: str, started: _StartedAllReduce) -> bool:
         communicator, targets, values = self.speculative_communicator, self.targets, []
-        assert communicator is not None
         for i, variable in enumerate(self.variables):
             # Memory is allocated before NCCL waits for the peers, for which CUDA might then wait, too.
             if targets[i] is None:
@@ -348,7 +343,7 @@ class _StartedAllReduce(PendingOperation):
     def store(self) -> None:
         """Store the results of an all-reduce that all ranks have started.  The results may not be complete yet."""
         plan = self.plan
-        assert plan is not None and plan.speculative_communicator is not None
+        assert plan is not None
         with defer_signals():  # the launch in `rewrap` deletes the old objects
             plan.speculative_communicator.record_pending_writes()
             for variable, result in zip(plan.variables, self.results, strict=True):
@@ -366,7 +361,6 @@ class _StartedAllReduce(PendingOperation):
             if rank.has_equal_digests(self._barrier_number):
                 self.store()
             else:
-                assert plan.speculative_communicator is not None
                 plan.speculative_communicator.abort()
         self.end()
 

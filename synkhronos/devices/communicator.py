@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -12,6 +12,15 @@ from synkhronos.variable_types import Array
 
 #: Shape and dtype of an array.
 ArrayLayout = tuple[tuple[int, ...], np.dtype]
+
+
+class ByteSource(Protocol):
+    """Bytes of an array that are not in host memory."""
+
+    size: int
+
+    def copy_to(self, target: np.ndarray, start: int) -> None:
+        """Fill ``target``, a vector of uint8, with the bytes from offset ``start`` on."""
 
 
 class Communicator(ABC):
@@ -23,6 +32,10 @@ class Communicator(ABC):
 
     The defaults are for a communicator that needs no connection, and whose collectives are complete when they return.
     """
+
+    #: Maximal number of bytes of an all-reduce that a rank may start before it knows whether all ranks do, by the
+    #: methods that `NcclCommunicator` has for it.
+    max_speculative_nbytes = 0
 
     @property
     def generation(self) -> int:

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.devices.device import Device
-from synkhronos.devices.host_transfers import HostTransfers
+from synkhronos.devices.device import Device, HostTransfers
 from synkhronos.devices.reduce_op import ReduceOp
 from synkhronos.devices.selection import Buffers, Selection, take_rows
 from synkhronos.ranks import ArrayLocation, Rank

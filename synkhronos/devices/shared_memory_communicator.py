@@ -22,8 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.devices.communicator import ArrayLayout, Communicator
-from synkhronos.devices.host_transfers import ByteSource
+from synkhronos.devices.communicator import ArrayLayout, ByteSource, Communicator
 from synkhronos.devices.reduce_op import REDUCE_OPS, ReduceOp, divide_in_place
 from synkhronos.ranks import Rank
 from synkhronos.ranks.control_memory import SCRATCH_NBYTES

@@ -14,7 +14,7 @@ from typing import Any
 
 from synkhronos.collectives.all_reduce_command import AllReducePlan
 from synkhronos.devices import Communicator
-from synkhronos.devices.host_transfers import HostTransfers
+from synkhronos.devices.device import HostTransfers
 from synkhronos.engines.engine import Engine, Runner
 from synkhronos.functions.call import Call
 from synkhronos.functions.computation import Computation

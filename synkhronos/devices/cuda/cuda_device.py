@@ -11,11 +11,10 @@ from functools import cached_property
 import numpy as np
 
 from synkhronos.devices import cuda
-from synkhronos.devices.cuda.gpu_context import GpuContext
+from synkhronos.devices.cuda.gpu_context import GpuArrays, GpuContext
 from synkhronos.devices.cuda.nccl import ItemRange, NcclCommunicator, NcclGroupCommunicator, to_nccl_dtype
 from synkhronos.devices.cuda.staging import Staging
-from synkhronos.devices.device import Device
-from synkhronos.devices.host_transfers import HostTransfers
+from synkhronos.devices.device import HostTransfers
 from synkhronos.devices.reduce_op import REDUCE_OPS
 from synkhronos.devices.selection import Buffers
 from synkhronos.patching import set_environment
@@ -35,7 +34,7 @@ class _CpuTransfers(HostTransfers):
         return values
 
 
-class CudaDevice(Device):
+class CudaDevice(GpuArrays):
     """Arrays of one library on the only GPU that is visible to this process.
 
     A process without a GPU has `_CpuTransfers` in place of `Staging`, and no NCCL.
@@ -48,12 +47,9 @@ class CudaDevice(Device):
         Command that installs these packages.
     graph_library_name : str
         Graph library whose functions use this device on GPUs.
-    may_return_inputs : bool
-        Whether a function that may overwrite an input may also return it, as a shared variable's new value.
     """
 
     needs_gpu = True
-    may_return_inputs = False
     requirements: dict[tuple[str, ...], str]
     install_hint: str
     graph_library_name: str
@@ -98,15 +94,6 @@ class CudaDevice(Device):
     @abstractmethod
     def open_gpu(self, gpu: str) -> None:
         """Start the library on the only GPU that is visible.  ``gpu`` is its name in messages."""
-
-    @property
-    @abstractmethod
-    def stream(self) -> int | None:
-        """Handle of the stream on which the library computes, or None if it is unknown."""
-
-    @abstractmethod
-    def get_address(self, array: Array) -> int:
-        """Return an array's address on the GPU."""
 
     # -- collectives -----------------------------------------------------------------------------------------
 

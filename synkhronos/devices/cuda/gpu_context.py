@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import mmap
 import threading
-from collections.abc import Sequence
+from abc import abstractmethod
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from synkhronos.devices.host_transfers import ArrayConverter
+from synkhronos.devices.device import Device
 from synkhronos.variable_types import Array
 
 _log = logging.getLogger("synkhronos")
@@ -31,26 +31,25 @@ def unwrap_cuda_result(results: Any) -> Any:
     return values[0] if values else None
 
 
-class GpuArrays(ArrayConverter, Protocol):
-    """The members of `CudaDevice` that this package needs; its module imports this one."""
+class GpuArrays(Device):
+    """Arrays on the GPU, and the stream on which their library computes.
 
-    may_return_inputs: bool
+    Attributes
+    ----------
+    may_return_inputs : bool
+        Whether a function that may overwrite an input may also return it, as a shared variable's new value.
+    """
+
+    may_return_inputs = False
 
     @property
+    @abstractmethod
     def stream(self) -> int | None:
         """Handle of the stream on which the library computes, or None if it is unknown."""
 
+    @abstractmethod
     def get_address(self, array: Array) -> int:
         """Return an array's address on the GPU."""
-
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-        """Return a new array, whose content may be undefined."""
-
-    def as_contiguous(self, value: Array) -> Array:
-        """Return an array if it is contiguous, else a contiguous copy."""
-
-    def wait(self, values: Sequence[Any]) -> None:
-        """Wait until arrays have been computed."""
 
 
 class GpuContext:
@@ -78,11 +77,12 @@ class GpuContext:
 
     def __init__(self, array_device: GpuArrays):
         from cuda.bindings import driver
-        from cuda.core import Device, StreamOptions
+        from cuda.core import Device as Gpu
+        from cuda.core import StreamOptions
 
         self.array_device = array_device
         self.driver = driver
-        self.device = Device(0)
+        self.device = Gpu(0)
         self._thread_locals = threading.local()
         self.set_current_gpu()
         self.copy_stream = self.device.create_stream(options=StreamOptions(priority=-1))

@@ -68,6 +68,7 @@ class NcclCommunicator(Communicator):
         compute_stream = gpu.array_device.stream
         #: Whether NCCL uses the stream on which the library computes, which is ordered before and after its work.
         self._is_on_compute_stream = compute_stream is not None
+        self.max_speculative_nbytes = 0 if compute_stream is None else _QUICK_NBYTES  # without one, `all_reduce` waits
         self._stream = gpu.copy_stream_handle if compute_stream is None else compute_stream
         valid_flag = np.zeros(1, np.int32) if watchdog else gpu.host_valid_flag
         self._connection = NcclConnection(rank, gpu, self._stream, valid_flag)
@@ -154,14 +155,6 @@ class NcclCommunicator(Communicator):
             return False
         self._watchdog.writes_in_place = False
         return True
-
-    @property
-    def max_speculative_nbytes(self) -> int:
-        """Maximal number of bytes of an all-reduce that a rank may start before it knows whether all ranks do.
-
-        Such an all-reduce takes no longer than a launch.  0 where `all_reduce` waits.
-        """
-        return _QUICK_NBYTES if self._is_on_compute_stream else 0
 
     def compare_digests_after_start(self, digest: bytes) -> bool:
         """Compare the ranks' digests once this rank has started its collectives.  Abort them if the digests differ."""

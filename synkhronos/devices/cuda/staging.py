@@ -30,7 +30,7 @@ import numpy as np
 
 from synkhronos.devices.cuda.gpu_context import GpuArrays, GpuContext, unwrap_cuda_result
 from synkhronos.devices.cuda.pinned_memory import PinnedMemory, PinnedRing, PinnedSegments
-from synkhronos.devices.host_transfers import HostTransfers
+from synkhronos.devices.device import HostTransfers
 from synkhronos.devices.selection import Buffers, Selection
 from synkhronos.ranks import ArrayLocation, Rank, count_available_cores
 from synkhronos.variable_types import Array

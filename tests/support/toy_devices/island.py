@@ -8,7 +8,7 @@ import weakref
 import numpy as np
 
 from synkhronos.devices import Communicator, Device
-from synkhronos.devices.host_transfers import HostTransfers
+from synkhronos.devices.device import HostTransfers
 from synkhronos.devices.reduce_op import REDUCE_OPS
 
 #: The device's memory, by address: nothing but this module reads it.
