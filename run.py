@@ -658,12 +658,12 @@ def read_suites(report: Path) -> list[xml.etree.ElementTree.Element]:
         return []
 
 
-def list_failures(report: Path, most: int = 40) -> list[str]:
-    """Return the name of each failed test, with the last lines of its report."""
+def list_failures(report: Path) -> list[str]:
+    """Return the name of each failed test, with the last 40 lines of its report."""
     failures = []
     for case in (case for suite in read_suites(report) for case in suite.findall("testcase")):
         for problem in (*case.findall("failure"), *case.findall("error")):
-            lines = (problem.text or "").splitlines()[-most:]
+            lines = (problem.text or "").splitlines()[-40:]
             failures.append("\n    ".join([f"FAILED {case.get('classname')}::{case.get('name')}", *lines]))
     return failures
 

@@ -27,7 +27,7 @@ class FileData(ReadOnlyData):
         Absolute path of the file.
     """
 
-    def __init__(self, path: str, minibatch: bool = False, name: str | None = None):
+    def __init__(self, path: str, minibatch: bool, name: str):
         self.path = self._source = os.path.abspath(path)
         shape, dtype, self._offset = _read_header(self.path)
         super().__init__(dtype, len(shape), minibatch, name)

@@ -38,7 +38,7 @@ class PartsData(ReadOnlyData):
 
     _is_published = False
 
-    def __init__(self, load: Callable[[int, int], npt.ArrayLike], length: int, name: str | None = None):
+    def __init__(self, load: Callable[[int, int], npt.ArrayLike], length: int, name: str | None):
         session, self._load = ranks.get_session(), load
         with session.call_lock:
             session.wait_until_idle()
@@ -214,7 +214,7 @@ def data_parts(load: Callable[[int, int], npt.ArrayLike], length: int, name: str
 
 
 def iterate_shuffled_batches(
-    length: int, rows_per_batch: int, ranks_by_host: Sequence[range], seed: Any = None
+    length: int, rows_per_batch: int, ranks_by_host: Sequence[range], seed: Any
 ) -> Iterator[np.ndarray]:
     """Yield batches of shuffled rows, as `PartsData.batches`.  ``length`` is the number of all rows."""
     rng, n_ranks = np.random.default_rng(seed), ranks_by_host[-1].stop

@@ -72,7 +72,7 @@ def can_compute_in_forks(session: Session) -> bool:
     return get_rank_device(session.rank) is NUMPY
 
 
-def start_chain_ranks(max_ranks: int | None = None) -> bool:
+def start_chain_ranks(max_ranks: int | None) -> bool:
     """Start this chain's share of the ranks, at most ``max_ranks``.  Return whether ranks were started.
 
     No ranks are started if this process samples no chain, or if the master has no ranks or has them on GPUs.  The ranks

@@ -528,7 +528,7 @@ def _reap_abandoned() -> None:
 def _allocate_array(shape: tuple[int, ...], dtype: np.dtype, in_session: bool) -> tuple[Any, Any]:
     """Allocate memory that loader processes can map.  Return an array, or in a session Data, and the memory's file."""
     if in_session:
-        return create_data_with_file(shape, dtype, "batches")
+        return create_data_with_file(shape, dtype)
     nbytes = max(1, math.prod(shape) * dtype.itemsize)
     file = create_unlinked_file(nbytes)
     return Segment(0, file.fileno(), nbytes).view_array(shape, dtype), file

@@ -73,7 +73,7 @@ def _watch_other_hosts() -> Iterator[None]:
         while not has_ended.wait(POLL_SECONDS * 4):
             connection = controller_connection.current_connection
             rank = None if connection is None else get_rank(connection.context)
-            if rank is not None and rank.barriers.is_last_failed_command(rank.command_number):
+            if rank is not None and rank.barriers.has_failed:
                 _report_failure(0, "a worker of another host has failed; see the logs of all workers")
                 return
 

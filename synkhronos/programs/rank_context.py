@@ -224,7 +224,7 @@ class RankContext:
         def send_head(connection_id: Any = None) -> list[Any]:
             head = (array.shape, np.dtype(array.dtype), pair_communicator.generation, connection_id), "gpu"
             self._peers.send(dest, pickle.dumps(head, pickle.HIGHEST_PROTOCOL), "a message")
-            self._peers.wait_until_received(dest, "a message")
+            self._peers.wait_until_received(dest)
             return [connection_id]
 
         if pair_communicator.generation:

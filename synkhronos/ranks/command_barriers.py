@@ -162,10 +162,6 @@ class CommandBarriers:
         """Number of the last command that has failed on some rank, or 0 if none has."""
         return self._control.words[ControlMemory.FAILED]
 
-    def is_last_failed_command(self, command_number: int) -> bool:
-        """Whether a command is the last one that has failed on some rank."""
-        return self._control.words[ControlMemory.FAILED] == command_number
-
     def read_last_common_barrier(self, command_number: int) -> int | None:
         """Return the number of the last barrier that all ranks reached in a failed command, or None until decided."""
         return read_last_common_barrier(self._control.words, command_number)

@@ -51,7 +51,7 @@ class ProcessGroup:
 
     # -- commands ----------------------------------------------------------------------------------------------
 
-    def wait_until_done(self, check_peers: Callable[[], None], limit: float | None = None) -> bool:
+    def wait_until_done(self, check_peers: Callable[[], None], limit: float | None) -> bool:
         """Wait until all ranks have finished the posted command, at most ``limit`` seconds.  Return whether they have.
 
         ``check_peers`` is called repeatedly and may raise.

@@ -98,7 +98,7 @@ class ProgramPeers:
 
     def report_progress(self) -> None:
         """Publish that this rank makes progress.  Raise `Cancelled` if a peer has failed."""
-        if self.rank.barriers.is_last_failed_command(self.rank.command_number):
+        if self.rank.barriers.has_failed:
             raise Cancelled
         now = perf_counter()
         if now > self._next_check:
@@ -153,11 +153,12 @@ class ProgramPeers:
         sent[channel] = end
         self._wake(dest)
 
-    def wait_until_received(self, dest: int, content_name: str) -> None:
+    def wait_until_received(self, dest: int) -> None:
         """Wait until a rank has received everything that this rank has sent to it."""
         channel = self.rank.number * self.layout.n_ranks + dest
-        wait_description = f"until rank {dest} receives {content_name}"
-        self._wait_for_count(WaitCondition.RECEIVED, channel, self._words.sent[channel], wait_description)
+        self._wait_for_count(
+            WaitCondition.RECEIVED, channel, self._words.sent[channel], f"until rank {dest} receives a message"
+        )
 
     def receive(self, source: int, content_name: str, out: memoryview | None = None) -> memoryview:
         """Receive a chunk from a rank and return it.  ``out`` is memory of its length to receive it in."""
@@ -190,10 +191,10 @@ class ProgramPeers:
         is_local = self.layout.find_rank_on_lock_host(lock_number) in self.rank.local_ranks
         return Lock(self, lock_number, self.layout.get_semaphore(self._segment, lock_number) if is_local else None)
 
-    def _acquire(self, lock_number: int, semaphore: Semaphore, timeout: float | None = None) -> int | None:
+    def _acquire(self, lock_number: int, semaphore: Semaphore, timeout: float | None) -> int | None:
         """Acquire a lock of this host and return its turn, or None if it was not free within ``timeout`` seconds."""
         # Without this check, a rank that finds all its locks free would not notice a failure until its program ends.
-        if self.rank.barriers.is_last_failed_command(self.rank.command_number):
+        if self.rank.barriers.has_failed:
             raise Cancelled
         if not semaphore.acquire(0):
             deadline = float("inf") if timeout is None else time.monotonic() + timeout

@@ -50,9 +50,7 @@ class Session(CommandRunner):
         replacement of workers.  An object that is garbage-collected before is removed.
     """
 
-    def __init__(
-        self, size: int, master_rank: int, timeout: float | None = None, spawn: bool = False, link: Link | None = None
-    ):
+    def __init__(self, size: int, master_rank: int, timeout: float | None, spawn: bool, link: Link | None):
         super().__init__(ProcessGroup(size, master_rank, link or Link(size), spawn), timeout)
         self.is_inherited = False
         self.has_forked_workers = not spawn

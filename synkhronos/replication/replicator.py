@@ -135,7 +135,7 @@ class Replicator:
             self.n_values_set_on_master += 1
             session.registry.get_or_create(CollectiveCache).clear()
 
-    def record_collective(self, shareds: Iterable[SharedVariable], makes_ranks_differ: bool = False) -> None:
+    def record_collective(self, shareds: Iterable[SharedVariable], makes_ranks_differ: bool) -> None:
         """Record that the user has used variables in a collective, and so doesn't need a warning of their values."""
         for shared in shareds:
             self._replaced_values.discard(shared)

@@ -191,8 +191,9 @@ class Gpu:
     def set_current_gpu(self):
         self.entered += 1
 
-    def is_last_failed_command(self, command):
-        return command == self.failed
+    @property
+    def last_failed_command(self):
+        return self.failed
 
     def has_peer_died(self):
         return self.is_dead

@@ -291,7 +291,7 @@ class SimulatedSession:
         """Run the watchdog thread of a rank's collective."""
         rank, watchdog = self.ranks[r], self.watchdogs[r]
         if not (
-            watchdog._pending_command_number and rank.barriers.is_last_failed_command(watchdog._pending_command_number)
+            watchdog._pending_command_number and rank.barriers.last_failed_command == watchdog._pending_command_number
         ):
             raise Blocked
         before = watchdog._pending_command_number, watchdog.active_connection.generation

@@ -81,7 +81,7 @@ def connect():
         pending_operations=[],
         command_number=5,
         has_peer_died=lambda: False,
-        barriers=types.SimpleNamespace(is_last_failed_command=lambda command: False, check_cancelled=lambda: None),
+        barriers=types.SimpleNamespace(last_failed_command=0, check_cancelled=lambda: None),
     )
     sys.modules["nccl"], sys.modules["nccl.bindings"] = types.ModuleType("nccl"), types.ModuleType("nccl.bindings")
     sys.modules["nccl.bindings"].nccl = None

@@ -217,7 +217,8 @@ class CollectiveWatchdog(PendingOperation):
         while not self._stop.wait(pause):
             command_number, pause = self._pending_command_number, PEER_POLL_SECONDS
             has_peer_died = bool(command_number) and self._rank.has_peer_died()
-            if not (has_peer_died or (command_number and self._rank.barriers.is_last_failed_command(command_number))):
+            has_failed = bool(command_number) and self._rank.barriers.last_failed_command == command_number
+            if not (has_peer_died or has_failed):
                 failed_command = 0
                 continue
             if self._query_idle():
