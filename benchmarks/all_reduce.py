@@ -63,7 +63,7 @@ class SynkhronosReduction:
         return time_call(lambda: synk.all_reduce(self._s, "sum"))
 
 
-def make_numpy_sides(n_values: int) -> tuple[Callable[[], float], Callable[[], float]]:
+def make_numpy_sides(n_values: int) -> dict[str, Callable[[], float]]:
     """Return functions that time the sum of two arrays in one process, into used and into new memory."""
     a, b = np.full(n_values, 1.0, np.float32), np.full(n_values, 2.0, np.float32)
     c, d = np.zeros_like(a), np.zeros_like(a)
@@ -72,12 +72,29 @@ def make_numpy_sides(n_values: int) -> tuple[Callable[[], float], Callable[[], f
         np.add(a, b, out=c)
         np.copyto(d, c)
 
-    return lambda: time_call(add_and_copy), lambda: time_call(lambda: np.add(a, b).copy())
+    return {"warm": lambda: time_call(add_and_copy), "cold": lambda: time_call(lambda: np.add(a, b).copy())}
 
 
-def count_rounds(nbytes: int, rounds: int) -> int:
-    """Return the number of rounds: more for small arrays."""
-    return rounds if nbytes > 10_000_000 else 10 * rounds
+def time_reductions(
+    reduction: SynkhronosReduction,
+    libraries: dict[str, ReferenceProcesses],
+    nbytes: int,
+    rounds: int,
+    **other_sides: Callable[[], float],
+) -> dict[str, list[float]]:
+    """Return the seconds of each side in turn: ours, the other sides, and the libraries."""
+    n_values = nbytes // 4
+    sides = {"ours": reduction.all_reduce, **other_sides}
+    for name, library in libraries.items():
+        sides[name] = lambda library=library: library.measure(n_values)[0]  # type: ignore[misc]
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in range(rounds if nbytes > 10_000_000 else 10 * rounds):
+        if turn % 8 == 0:
+            reduction.set_arrays(n_values)
+        for name, side in sides.items():
+            side()  # warms up: another side has filled the caches, and processes sleep
+            times[name].append(side())
+    return times
 
 
 #: The other libraries.
@@ -143,19 +160,7 @@ def measure_reductions(options: argparse.Namespace, n_ranks: int) -> None:
     with fork_ranks(n_ranks):
         reduction = SynkhronosReduction(n_ranks)
         for nbytes in options.sizes:
-            n_values = nbytes // 4
-            reduction.set_arrays(n_values)
-            warm, cold = make_numpy_sides(n_values)
-            sides: dict[str, Callable[[], float]] = {"ours": reduction.all_reduce, "warm": warm, "cold": cold}
-            for name, library in libraries.items():
-                sides[name] = lambda n_values=n_values, library=library: library.measure(n_values)[0]  # type: ignore[misc]
-            times: dict[str, list[float]] = {name: [] for name in sides}
-            for turn in range(count_rounds(nbytes, options.rounds)):
-                if turn % 8 == 0:
-                    reduction.set_arrays(n_values)
-                for name, side in sides.items():
-                    side()  # warms up: another side has filled the caches, and processes sleep
-                    times[name].append(side())
+            times = time_reductions(reduction, libraries, nbytes, options.rounds, **make_numpy_sides(nbytes // 4))
             medians = {name: median(values) for name, values in times.items()}
             best = {name: min(values) for name, values in times.items()}
             ratios[nbytes] = print_rows(table, format_bytes(nbytes), medians, best)

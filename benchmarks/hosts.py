@@ -45,8 +45,9 @@ from benchmarks._measure import (
     read_cpu_seconds,
     time_call,
 )
-from benchmarks.all_reduce import SynkhronosReduction, count_rounds
+from benchmarks.all_reduce import SynkhronosReduction, time_reductions
 from synkhronos import exchange_rules
+from synkhronos.hosts.mpirun import find_mpirun
 
 HERE = Path(__file__).parent
 #: Bytes of the arrays that are reduced: the bar is for the last.
@@ -87,8 +88,7 @@ def measure_empty_function(hosts: list[str], turns: int, calls: int) -> None:
 
 def make_mpirun_argv(hosts: list[str], python: str, script: str, *arguments: str) -> list[str]:
     """Return the command line that starts one process for each rank, on the rank's host."""
-    installed = Path(sys.executable).with_name("mpirun")
-    launcher = str(installed) if installed.exists() else "mpirun"
+    launcher = find_mpirun()
     version = subprocess.run([launcher, "--version"], capture_output=True, text=True, check=False).stdout
     host_options = ["-hosts", ",".join(hosts)] if "HYDRA" in version else ["-H", ",".join(hosts), "--bind-to", "none"]
     return [launcher, *host_options, "-n", str(count_ranks(hosts)), python, str(HERE / script), *arguments]
@@ -116,18 +116,7 @@ def measure_reduction(hosts: list[str], sizes: list[int], rounds: int, torch_pyt
     with fork_ranks_on(hosts) as count:
         reduction = SynkhronosReduction(count)
         for nbytes in sizes:
-            n_values = nbytes // 4
-            reduction.set_arrays(n_values)
-            sides: dict[str, Callable[[], float]] = {"ours": reduction.all_reduce}
-            for name, library in libraries.items():
-                sides[name] = lambda n_values=n_values, library=library: library.measure(n_values)[0]  # type: ignore[misc]
-            times: dict[str, list[float]] = {name: [] for name in sides}
-            for turn in range(count_rounds(nbytes, rounds)):
-                if turn % 8 == 0:
-                    reduction.set_arrays(n_values)
-                for name, side in sides.items():
-                    side()  # after another's turn processes sleep
-                    times[name].append(side())
+            times = time_reductions(reduction, libraries, nbytes, rounds)
             for label, statistic in ((format_bytes(nbytes), median), ("  best", min)):
                 summary = {name: statistic(values) for name, values in times.items()}
                 current_ratios = {name: summary[name] / summary["ours"] for name in libraries}
