@@ -232,7 +232,8 @@ class Data:
 
         The memory stays allocated as long as arrays that `data` has returned exist.
         """
-        if self._session.close_reason is not None:
+        if self._session.close_reason is not None:  # by a death, perhaps: a trainer may go on with new workers
+            self._release()
             return
         memory = None if self._segment is None else weakref.ref(self._segment.buffer)
         with self._session.call_lock:

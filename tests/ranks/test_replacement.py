@@ -121,6 +121,20 @@ def test_data_parts_are_loaded_again_unless_they_were_freed(session):
         assert len(session.rank.segments) < n_segments
 
 
+def test_memory_freed_after_a_death_is_not_kept(session):
+    parts = synk.data_parts(lambda start, stop: np.zeros(stop - start), 5)
+    session.replacement_callbacks[parts] = PartsData._reload  # as if there were several hosts
+    f, data = make_sum()
+    with session.keep_memory():
+        kill_and_expect_error(session, lambda: f(data))
+        n_segments = len(session.rank.segments)
+        for freed in (data, parts):
+            freed.free_memory()
+        assert len(session.rank.segments) == n_segments - 2
+        session.replace_workers()
+        assert len(session.rank.segments) == n_segments - 2 and len(data) == len(parts) == 0
+
+
 def test_master_alone_closes_the_files_of_its_memory(session):
     data, x = [synk.data(np.full(3, float(i))) for i in range(5)], T.dvector("x")
     f = synk.function([x], (x.sum(), "sum"))
