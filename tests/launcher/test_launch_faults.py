@@ -125,6 +125,12 @@ def test_full_disk_log_loses_only_its_torn_line(tmp_path, capfd):
     logs.close()
 
 
+def test_dangling_link_to_a_checkpoint_does_not_stop_a_run(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "rows-000000000009").symlink_to("removed")
+    assert ShellSupervisor(tmp_path, "exit 3").run() == 3
+
+
 def test_supervisor_error_is_recorded(tmp_path, monkeypatch):
     run = ShellSupervisor(tmp_path, "sleep 60")
     monkeypatch.setattr(run, "_supervise_until_exit", lambda pipes: 1 / 0)

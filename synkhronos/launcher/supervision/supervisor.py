@@ -260,7 +260,7 @@ class Supervisor:
 
     def _list_checkpoints(self) -> set[tuple[Path, int]]:
         """Return the checkpoints in the run's folder, with the times in nanoseconds at which they were written."""
-        return {(path, path.stat().st_mtime_ns) for path in list_checkpoints(self.folder / "checkpoints")}
+        return {(path, path.lstat().st_mtime_ns) for path in list_checkpoints(self.folder / "checkpoints")}
 
     def _prepare_recovery(self) -> bool:
         """Prepare a start from a memory checkpoint after a death.  Return False without a death, or after too many."""
