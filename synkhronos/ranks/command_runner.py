@@ -165,6 +165,8 @@ class CommandRunner(ABC):
         """Wait until all ranks have finished the last command, and release the memory of deleted objects."""
         if self._is_in_command:
             raise RuntimeError(_NESTED_CALL)
+        if self.rank.finish_callbacks:  # an interrupt has ended them
+            self.rank.run_finish_callbacks()
         if self.close_reason is None:
             if self.memory.deleted_owners:
                 self.memory.release_unused()

@@ -201,9 +201,13 @@ class Rank:
         self.control.applied[self.number] = self.command_number
 
     def run_finish_callbacks(self) -> None:
-        """Call and remove the functions in `finish_callbacks`.  Called at the end of every command, failed or not."""
+        """Call and remove the functions in `finish_callbacks`.  Called at the end of every command, failed or not.
+
+        A function that an interrupt has ended stays, and the next call of `wait_until_idle` calls it again.
+        """
         while self.finish_callbacks:
-            self.finish_callbacks.pop()()
+            self.finish_callbacks[-1]()
+            del self.finish_callbacks[-1]
 
     # -- barriers, and exchange of values at them ----------------------------------------------------------
 

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 from rank_commands import CollectRecords, CountOpenFiles, GatherMessages, GetIdentity, RecordRun, RunBoth
@@ -187,3 +188,26 @@ def test_command_may_run_other_commands(session):
         assert session.run(command) == [("one", session.rank.number), ("two", session.rank.number)]
         # A wait that may be deferred to the end of a command happens once, there.
         assert session.run(CollectRecords()) == [["one", "two", "two finished", "one finished"]] * session.size
+
+
+class InterruptFirstFinish(Command):
+    """Command whose callback at the end of the master's part is interrupted at its first call."""
+
+    outcomes: ClassVar = [KeyboardInterrupt(), None]
+
+    def run(self, rank):
+        if rank.is_master:
+            rank.finish_callbacks.append(self.finish)
+
+    def finish(self):
+        if (outcome := self.outcomes.pop(0)) is not None:
+            raise outcome
+
+
+def test_interrupted_finish_callback_is_completed_before_the_next_call(session_of_two):
+    with pytest.raises(KeyboardInterrupt):
+        session_of_two.run(InterruptFirstFinish())
+    assert len(InterruptFirstFinish.outcomes) == 1
+    session_of_two.wait_until_idle()  # a call does this before it writes rows, which the callback may wait for
+    assert InterruptFirstFinish.outcomes == []
+    assert session_of_two.run(GatherMessages((3,))) == 2

@@ -287,8 +287,8 @@ class Staging(HostTransfers):
     def _mark_pending(self, rank: Rank) -> None:
         """Record that copies have been started, so that the command waits for them at its end, even if it fails."""
         if not self._has_pending_copies:
-            self._has_pending_copies = True
             rank.finish_callbacks.append(self.wait_for_copies)
+            self._has_pending_copies = True
 
     def wait_for_copies(self) -> None:
         """Wait for all pending copies."""
