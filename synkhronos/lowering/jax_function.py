@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from synkhronos.devices import JAX
-from synkhronos.lowering.precision import is_bfloat16_requested, round_product_factors
+from synkhronos.lowering.precision import has_products, is_bfloat16_requested, round_product_factors
 from synkhronos.lowering.random_keys import JAX_KEY, share_key_storage
 from synkhronos.lowering.scatter import wrap_scatter_add
 from synkhronos.variable_types import FunctionGraph, Node, Op
@@ -38,6 +38,8 @@ class JaxFunction:
         The items of `storages` whose arrays a launch may overwrite.
     length_graph : StaticLengthGraph or None
         Computes the lengths that depend on the values of inputs.
+    has_products : bool
+        Whether the function multiplies matrices, or convolves.
     run : callable
         Takes the inputs, the values in `storages` and the lengths, and returns a value for each of `result_storages`.
     """
@@ -62,6 +64,7 @@ class JaxFunction:
             if id(storage) in updated and (isinstance(storage[0], np.ndarray) or JAX.owns(storage[0]))
         ]
         self.length_graph: StaticLengthGraph | None = thunk.jit_fn.length_graph
+        self.has_products = has_products(graph)
         run = _convert_graph(graph if self.length_graph is None else self.length_graph.graph)
         self.run = _pass_keys_instead_of_dicts(run, generators, new_generators)
 

@@ -55,6 +55,14 @@ def round_product_factors(run: Callable[..., Any], node: Node, graph: FunctionGr
     return run
 
 
+def has_products(graph: FunctionGraph) -> bool:
+    """Whether a graph contains products, perhaps in the inner graph of one of its nodes, such as a loop."""
+    return any(
+        _is_product(node.op) or (getattr(node.op, "fgraph", None) is not None and has_products(node.op.fgraph))
+        for node in graph.apply_nodes
+    )
+
+
 def _is_product(op: Op) -> bool:
     """Whether an Op computes sums of products of its first two inputs."""
     from pytensor.tensor.blas import BatchedDot

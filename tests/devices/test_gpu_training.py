@@ -31,6 +31,7 @@ from synkhronos.engines.xla import traced_exchange
 from synkhronos.engines.xla.executable import Executable
 from synkhronos.ranks import Command, Rank
 from synkhronos.training import make_train_function, make_train_function_serial, updates
+from synkhronos.training.updates.update_rule import update_rule
 
 pytestmark = ON_GPUS
 
@@ -245,6 +246,32 @@ def test_no_rank_fuses_a_step_that_the_master_cannot_fuse(n_steps, options, two_
             np.testing.assert_allclose(np.array(losses, float), expected, rtol=rtol, atol=atol)
             np.testing.assert_allclose(synk.gather(w), [w_alone.get_value()] * 2, rtol=rtol, atol=atol)
         train.grad_shared.set_value(np.zeros_like(train.grad_shared.get_value()))  # a NumPy array, in the master alone
+
+
+@update_rule("learning_rate=0.25", 1.5)
+def descend_along_products(p, g, c, learning_rate):
+    """Return the new value of a matrix, by products of its gradient; other parameters do not change."""
+    return {p: p - c(learning_rate) * g.dot(g.T).dot(g) if p.ndim == 2 else p}
+
+
+@needs_jax
+@needs_real_gpus  # XLA chooses no kernel by its time on CPUs
+@pytest.mark.parametrize(
+    ("rule", "options"), [(updates.adam, {"clip_norm": 0.5}), (descend_along_products, {"learning_rate": 0.01})]
+)
+def test_ranks_round_sums_of_updates_equally(rule, options, two_ranks_per_test):
+    x, y = T.fmatrix("x"), T.fvector("y")
+    for width in (30, 128, 500):
+        data = RNG.normal(size=(63, width)).astype("float32"), RNG.normal(size=63).astype("float32")
+        ws = [shared(RNG.normal(size=shape).astype("float32") / 30) for shape in ((width, width), (width,))]
+        loss = ((T.tanh(x.dot(ws[0])).dot(ws[1]) - y) ** 2).mean()
+        train = make_train_function(loss, ws, x, y, rule, **options)
+        with time_limit(FAULT_LIMIT):
+            for rows in (63, 32) * 5:
+                train(*data, rows)
+        for w in [*ws, *train.optimizer_state]:
+            first, second = synk.gather(w)
+            np.testing.assert_array_equal(first, second)
 
 
 @needs_jax

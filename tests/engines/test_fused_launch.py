@@ -370,6 +370,41 @@ def test_error_after_a_started_chunk_waits_and_updates_nothing(fork, monkeypatch
     np.testing.assert_array_equal(w.get_value(), [-3.0] * 30 + [-5.0] * 30)
 
 
+@not_on_gpus
+def test_no_kernel_of_an_update_on_gpus_is_chosen_by_its_time(fork, monkeypatch):
+    # Ranks could choose kernels that round sums in different ways.
+    import jax
+
+    fork(1)
+    x, g, w = T.dmatrix("x"), shared(np.zeros((3, 3)), "g"), shared(np.ones((3, 3)), "w")
+    functions = [
+        synk.function([x], updates=[(g, x.T.dot(x))]),
+        synk.function([], updates=[(w, w / (g**2).sum())]),
+        synk.function([], updates=[(w, w.dot(g))]),
+    ]
+    synk.distribute()
+    options, jit = [], jax.jit
+
+    def record_jit(*args, **kwargs):
+        options.append(kwargs.get("compiler_options"))
+        return jit(*args, **kwargs)
+
+    monkeypatch.setattr(jax, "jit", record_jit)
+    monkeypatch.setattr(JAX, "_gpu", "0")
+    runners, found = [], []
+    for function in functions:
+        options.clear()
+        runners.append(get_runner(function))
+        found.append([given for given in options if given is not None][-1])
+    unmeasured_sums = {"xla_gpu_experimental_enable_fusion_autotuner": False}
+    assert found == [unmeasured_sums, unmeasured_sums, {**unmeasured_sums, "xla_gpu_autotune_level": 0}]
+    gradient, norm, product = runners
+    # Products of the gradient are faster with autotuning, so they are in another program than those of the update.
+    spec = ExchangeSpec(g.container.storage)
+    assert gradient.fuse(spec, [product]) is None
+    assert gradient.fuse(spec, [norm]) is not None
+
+
 def test_device_has_one_copy_of_a_shared_variable(fork):
     import jax
 

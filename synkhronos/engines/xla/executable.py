@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import chain, repeat, starmap
 from operator import setitem
 from typing import Any
@@ -25,6 +25,13 @@ from synkhronos.ranks.interrupts import defer_signals
 
 #: Fused executables that an executable caches, the most recently used ones.
 _MAX_FUSED_EXECUTABLES = 16
+
+# XLA's autotuning measures kernels and takes the fastest.  Ranks that compute the same update from a reduced gradient
+# could take different ones, whose sums are rounded in different ways, and their parameters would drift apart.
+#: Compiler option without which XLA measures kernels of fused sums, such as a gradient's norm.
+_FUSION_AUTOTUNING_OPTION = "xla_gpu_experimental_enable_fusion_autotuner"
+#: Compiler options of a program that also multiplies matrices in the update.
+_NO_AUTOTUNING = {"xla_gpu_autotune_level": 0}
 
 
 class Executable(Runner):
@@ -135,20 +142,33 @@ class Executable(Runner):
             logs = range(len(positions), len(positions) + 1 + len(self._logged_positions))
             updated = [*(positions[id(storage)] for storage in self._updated_storages), *logs]
             compute = partial(trace_loop, compute, self.n_repeats, self._n_inputs, updated)
-        options["compiler_options"] = COMPILER_OPTIONS if is_bfloat16_requested() else None
+        compiler_options: dict[str, Any] = dict(COMPILER_OPTIONS) if is_bfloat16_requested() else {}
+        if JAX.is_on_gpu:
+            if _is_option_known(_FUSION_AUTOTUNING_OPTION):
+                compiler_options[_FUSION_AUTOTUNING_OPTION] = False
+            if self._is_update_with_products:
+                compiler_options |= _NO_AUTOTUNING
+        options["compiler_options"] = compiler_options or None
         # keep_unused: old values that no computation reads donate their memory, too.  Addresses then stay the same, and
         # XLA can replay recorded launches.
         options |= {"donate_argnums": tuple(donated), "keep_unused": True}
         # A new function object each time: for the same object, JAX would return the program that it has compiled.
         return lambda: jax.jit(partial(compute), **options)
 
+    @property
+    def _is_update_with_products(self) -> bool:
+        """Whether the program only updates variables, so that every rank computes the same, and multiplies matrices."""
+        is_update = not self._n_inputs and not any(function.n_outputs for function in self._functions)
+        return is_update and any(function.has_products for function in self._functions)
+
     def fuse(
         self, spec: ExchangeSpec | None = None, others: Sequence[Executable] = (), n_repeats: int = 1
     ) -> Executable | None:
         """Fuse this executable, an exchange and other executables into one launch that computes ``n_repeats`` times.
 
-        The same arguments return the same object.  Return None in three cases: values of inputs determine lengths of
-        arrays, this executable does not update the reduced variable, or ``n_repeats > 1`` and an output not a scalar.
+        The same arguments return the same object.  Return None in four cases: values of inputs determine lengths of
+        arrays, this executable does not update the reduced variable, another one multiplies matrices on a GPU (its
+        program is not autotuned, and this one should be), or ``n_repeats > 1`` and an output is not a scalar.
         """
         key = spec and spec.key, *others, n_repeats
         fused = self._fused_executables.pop(key, None)
@@ -270,6 +290,8 @@ def _can_fuse(executables: Sequence[Executable], spec: ExchangeSpec | None, n_re
         return False
     if spec is None:
         return True
+    if JAX.is_on_gpu and any(executable._is_update_with_products for executable in executables[1:]):
+        return False
     needed = [(spec.storage, executables[0]._functions[0].result_storages)]
     if spec.shards is not None:
         needed.append((get_storage(spec.shards.row), executables[1]._storages))
@@ -279,3 +301,15 @@ def _can_fuse(executables: Sequence[Executable], spec: ExchangeSpec | None, n_re
 def _remove_duplicates(lists: Sequence[list[Any]]) -> list[list[Any]]:
     """Return lists without duplicates, compared by identity, in the order of their first occurrence."""
     return list({id(items): items for items in lists}.values())
+
+
+@cache
+def _is_option_known(name: str) -> bool:
+    """Whether XLA has a boolean compiler option; experimental ones are removed at times."""
+    import jax
+
+    try:
+        jax.jit(lambda x: x, compiler_options={name: False}).lower(np.int8(0)).compile()
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
