@@ -52,10 +52,10 @@ def main() -> None:
         # A worker of another host has reported only to the controller of its host.
         is_self_reported = bool(error.reports) and error.reports[0].class_name == ScriptError.__name__
         message = error.description.replace(f"rank {error.rank}", f"worker {error.rank}", 1)
-        _report_failure(error.rank, error.reports[0].message if is_self_reported else message, is_self_reported)
+        _report_failure(error.reports[0].message if is_self_reported else message, is_self_reported)
         sys.exit(1)
     except RuntimeError as error:  # other workers wait for a worker that has ended
-        _report_failure(0, str(error))
+        _report_failure(str(error))
         raise
     finally:
         close()
@@ -74,7 +74,7 @@ def _watch_other_hosts() -> Iterator[None]:
             connection = controller_connection.current_connection
             rank = None if connection is None else get_rank(connection.context)
             if rank is not None and rank.barriers.has_failed:
-                _report_failure(0, "a worker of another host has failed; see the logs of all workers")
+                _report_failure("a worker of another host has failed; see the logs of all workers")
                 return
 
     thread = threading.Thread(target=watch, daemon=True)
@@ -86,10 +86,10 @@ def _watch_other_hosts() -> Iterator[None]:
         thread.join()
 
 
-def _report_failure(rank: int, message: str, is_self_reported: bool = False) -> None:
+def _report_failure(message: str, is_self_reported: bool = False) -> None:
     """Report a failure to the first controller."""
     if controller_connection.current_connection is not None:
-        failure = WorkerFailure(rank, UNREPORTED_FAILURE_STATUS, message, is_self_reported)
+        failure = WorkerFailure(UNREPORTED_FAILURE_STATUS, message, is_self_reported)
         controller_connection.current_connection.report_failure(failure)
 
 
@@ -174,6 +174,6 @@ def _run_worker_file(context: RankContext, settings: WorkerSettings) -> None:
     description = f"worker {context.number} ({settings.devices[context.number]}, process {os.getpid()})"
     log = f"{settings.log_paths[context.number]}.err"
     controller_connection.current_connection.report_failure(
-        WorkerFailure(context.number, status, f"{description} {outcome}; see {log}", is_self_reported=True)
+        WorkerFailure(status, f"{description} {outcome}; see {log}", is_self_reported=True)
     )
     raise ScriptError(f"{description} {outcome.splitlines()[0]}; see {log}")

@@ -331,19 +331,19 @@ class GroupOfPipes:
 def test_own_report_of_a_worker_precedes_an_earlier_one_of_its_peer(tmp_path):
     """The report of a peer, which names the worker that it has seen exit, may arrive first."""
     group = GroupOfPipes(tmp_path, 3)
-    send_failure(group.workers[0], WorkerFailure(2, 2, "rank 2 has ended", is_self_reported=False))
+    send_failure(group.workers[0], WorkerFailure(2, "rank 2 has ended", is_self_reported=False))
     threading.Timer(
-        0.1, send_failure, (group.workers[1], WorkerFailure(1, 3, "worker 1 exited with status 3", True))
+        0.1, send_failure, (group.workers[1], WorkerFailure(3, "worker 1 exited with status 3", True))
     ).start()
     threading.Timer(0.3, group.end, (1,)).start()
     failure = group.group.serve(lambda *_: "train")
-    assert failure == WorkerFailure(1, 3, "worker 1 exited with status 3", True)
+    assert failure == WorkerFailure(3, "worker 1 exited with status 3", True)
 
 
 def test_own_report_of_a_worker_is_read_after_its_exit(tmp_path):
     group = GroupOfPipes(tmp_path, 2)
-    send_failure(group.workers[0], WorkerFailure(1, 2, "rank 1 has ended", is_self_reported=False))
-    send_failure(group.workers[1], WorkerFailure(1, 7, "worker 1 exited with status 7", True))
+    send_failure(group.workers[0], WorkerFailure(2, "rank 1 has ended", is_self_reported=False))
+    send_failure(group.workers[1], WorkerFailure(7, "worker 1 exited with status 7", True))
     group.end(1)
     assert group.group.serve(lambda *_: "train").status == 7
 

@@ -14,6 +14,7 @@ from synkhronos.training import CheckpointFolder, make_train_function, make_trai
 from synkhronos.training import updates as u
 from synkhronos.training.train_function import optimizer_state
 from synkhronos.training.train_function.step_command import ShardedStepCommand
+from synkhronos.training.updates.update_rule import update_rule
 
 rng = np.random.default_rng(0)
 X, Y = rng.normal(size=(13, 5)), rng.normal(size=(13, 3))
@@ -123,6 +124,19 @@ def test_shard_optimizer_divides_the_state(n_ranks):
     sizes = {v.name: [int(np.prod(shape)) for shape in synk.get_shapes(v)] for v in train.optimizer_state}
     assert [sizes["w_m"], sizes["w_v"]] == [[-(-15 // n_ranks)] * n_ranks] * 2
     assert sizes["b_m"] == [max(2, -(-3 // n_ranks))] * n_ranks
+
+
+def test_shard_optimizer_refuses_a_state_that_is_broadcast_against(n_ranks):
+    @update_rule("learning_rate=0.25", 1.5)
+    def column_momentum(p, g, c, learning_rate):
+        """Momentum with a decay for each column."""
+        v = c.zeros("velocity")
+        new = (v * np.linspace(0, 1, 3)[None] if p.name == "w" else v) + g
+        return {v: new, p: p - c(learning_rate) * new}
+
+    if n_ranks > 1:  # one rank has the whole state
+        with pytest.raises(ValueError, match="column_momentum cannot be sharded: it reads the whole of w_velocity, of"):
+            ThreeDtypeRegression().train_by(column_momentum, shard_optimizer=True)
 
 
 def test_shard_optimizer_refuses_deep_copies_after_a_step(n_ranks):

@@ -61,8 +61,6 @@ class WorkerSettings:
 class WorkerFailure:
     """A worker's failure, which ends the experiment."""
 
-    #: Rank of the worker that failed.
-    rank: int
     #: Exit status of the experiment.
     status: int
     #: Description of the failure, which names the worker.
@@ -221,7 +219,7 @@ class WorkerGroup:
             return None
         log = self._settings.log_paths[0]
         message = f"worker 0 (process {self._master_process.pid}) {describe_exit(status)}; see {log}.err"
-        return WorkerFailure(0, UNREPORTED_FAILURE_STATUS, message, is_self_reported=False)
+        return WorkerFailure(UNREPORTED_FAILURE_STATUS, message, is_self_reported=False)
 
     def kill_workers(self) -> None:
         """Kill the workers of the first host that have not ended, and their children.

@@ -40,13 +40,11 @@ class FolderLock:
         return self._fd is not None
 
     def acquire(self) -> None:
-        """Acquire the lock without waiting.  Do nothing if this object holds it.
+        """Acquire the lock, which this object does not hold, without waiting.
 
         On a file system without locks, this warns, and the object's lock excludes no other writer.  If another object
         holds the lock, BlockingIOError names its process and host.
         """
-        if self._fd is not None:
-            return
         fd = os.open(self.lock_file, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -64,8 +63,8 @@ class _ShardedValue:
     """Value of a variable of the rule's graph, in the rewritten graph of one rank.
 
     ``shard`` has this rank's elements of the value, if they correspond to elements of the parameter ``param_index``.
-    ``make_whole`` returns the whole value, or raises `_NotWholeError` if it depends on a sharded variable.  ``pieces``
-    are the lengths and values of the parts of a concatenation.  With ``is_unchanged``, the value depends on no sharded
+    ``make_whole`` returns the whole value, or raises ValueError if it depends on a sharded variable.  ``pieces`` are
+    the lengths and values of the parts of a concatenation.  With ``is_unchanged``, the value depends on no sharded
     variable.
     """
 
@@ -83,17 +82,13 @@ class _ShardedValue:
 
     @cached_property
     def whole(self) -> Variable:
-        """The whole value.  Raise `_NotWholeError` if it depends on a sharded variable."""
+        """The whole value.  Raise ValueError if it depends on a sharded variable."""
         return self.make_whole()
 
     @property
     def is_replicated(self) -> bool:
         """Whether every rank computes the whole value."""
         return self.param_index is None and not self.pieces
-
-
-class _NotWholeError(Exception):
-    """The whole value of a sharded variable is needed."""
 
 
 class ShardedUpdates:
@@ -183,40 +178,27 @@ class ShardedUpdates:
         row_pieces = []
         for i, p in enumerate(self._params):
             new = self._get_value(values, updates[p])
-            with self._explain_errors(p):
-                if not self._layout.is_sharded[i]:
-                    self._set_update(self.local_updates, p, new.whole)
-                    row_pieces.append(self._layout.get_columns(i))
-                    continue
-                row_pieces.append(self._tensor.cast(self._get_shard(i, new), self.row.dtype))
-                whole = self._tensor.cast(self._layout.join_rows(i).reshape(self._layout.shapes[i]), p.dtype)
-                if any(n == 1 and not b for n, b in zip(self._layout.shapes[i], p.type.broadcastable, strict=True)):
-                    # An axis of length 1 is broadcastable here, but not in the parameter's type.
-                    whole = self._tensor.set_subtensor(p[:], whole)
-                self._set_update(self.whole_updates, p, whole)
+            if not self._layout.is_sharded[i]:
+                self._set_update(self.local_updates, p, new.whole)
+                row_pieces.append(self._layout.get_columns(i))
+                continue
+            row_pieces.append(self._tensor.cast(self._get_shard(i, new), self.row.dtype))
+            whole = self._tensor.cast(self._layout.join_rows(i).reshape(self._layout.shapes[i]), p.dtype)
+            if any(n == 1 and not b for n, b in zip(self._layout.shapes[i], p.type.broadcastable, strict=True)):
+                # An axis of length 1 is broadcastable here, but not in the parameter's type.
+                whole = self._tensor.set_subtensor(p[:], whole)
+            self._set_update(self.whole_updates, p, whole)
         row_pieces.append(self._layout.tail)
         self._set_update(self.local_updates, self.row, self._tensor.concatenate(row_pieces))
         for s, new in updates.items():
             if any(s is p for p in self._params):
                 continue
             value = self._get_value(values, new)
-            with self._explain_errors(s):
-                if s in self._param_index_and_shards:
-                    i, variable = self._param_index_and_shards[s]
-                    self._set_update(self.local_updates, variable.shard, self._get_shard(i, value))
-                else:
-                    self._set_update(self.local_updates, s, value.whole)
-
-    @contextmanager
-    def _explain_errors(self, shared: SharedVariable) -> Iterator[None]:
-        """Convert `_NotWholeError` to a ValueError that names the rule and the variable."""
-        try:
-            yield
-        except _NotWholeError as error:
-            raise ValueError(
-                f"shard_optimizer: {self._update_rule_name} cannot be sharded: its update of {shared.name or shared!r} "
-                f"reads {error}, of which each rank has a part"
-            ) from None
+            if s in self._param_index_and_shards:
+                i, variable = self._param_index_and_shards[s]
+                self._set_update(self.local_updates, variable.shard, self._get_shard(i, value))
+            else:
+                self._set_update(self.local_updates, s, value.whole)
 
     def _get_value(self, values: dict[Any, _ShardedValue], variable: Variable) -> _ShardedValue:
         return values[variable] if variable in values else self._make_leaf_value(variable)
@@ -228,11 +210,16 @@ class ShardedUpdates:
                 return _ShardedValue(variable, lambda: variable, self._layout.take_shard(i, p), i)
         if variable in self._param_index_and_shards:
             i, state = self._param_index_and_shards[variable]
-            error = _NotWholeError(f"the whole of {state.whole.name or 'a variable of the rule'}")
-            return _ShardedValue(variable, partial(_raise_error, error), state.shard, i)
+            return _ShardedValue(variable, partial(self._refuse_whole, variable), state.shard, i)
         if variable is self._vector:
             return self._make_vector_value()
         return _ShardedValue.from_whole(variable, variable, is_unchanged=True)
+
+    def _refuse_whole(self, state: SharedVariable) -> Any:
+        raise ValueError(
+            f"shard_optimizer: {self._update_rule_name} cannot be sharded: it reads the whole of "
+            f"{state.name or 'a variable'}, of which each rank has a part"
+        )
 
     def _make_vector_value(self) -> _ShardedValue:
         """Make the value of the rule's vector of reduced gradients."""
@@ -285,10 +272,7 @@ class ShardedUpdates:
                     values[out] = _ShardedValue.from_whole(out, out, is_unchanged=True)
                 continue
             for i, out in enumerate(node.outputs):
-                try:
-                    values[out] = self._rewrite_node(node, i, inputs)
-                except _NotWholeError as error:
-                    values[out] = _ShardedValue(out, partial(_raise_error, error))
+                values[out] = self._rewrite_node(node, i, inputs)
         return values
 
     def _rewrite_node(self, node: Node, number: int, inputs: list[_ShardedValue]) -> _ShardedValue:
@@ -325,11 +309,10 @@ class ShardedUpdates:
         param_indexes = {value.param_index for value in arrays if value.param_index is not None}
         if len(param_indexes) == 1 and not any(value.pieces for value in arrays):
             (i,) = param_indexes
+            # If an operand is broadcast along an axis, the whole is computed for this rank's elements.
             if self._all_have_param_shape(i, [value.variable for value in arrays]):
                 shards = [_drop_axes(value) if value in scalars_only else self._get_shard(i, value) for value in inputs]
                 return _ShardedValue(out, make_whole, node.op(*shards), i)
-            # An operand is broadcast along an axis, so the whole is computed, if possible, for this rank's elements.
-            return _ShardedValue.from_whole(out, make_whole())
         vectors = [value for value in arrays if value.pieces]
         if len(vectors) == 1 and len(arrays) == 1:
             (vector,) = vectors
@@ -397,10 +380,6 @@ class ShardedUpdates:
 
 def _slice_whole(vector: _ShardedValue, start: int, stop: int) -> Variable:
     return vector.whole[start:stop]
-
-
-def _raise_error(error: Exception) -> Any:
-    raise error
 
 
 def _keeps_axis_order(new_order: Sequence[Any]) -> bool:
