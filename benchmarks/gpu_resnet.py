@@ -31,6 +31,9 @@ from benchmarks._measure import (
     run_side,
 )
 
+#: Settings of all sides, of which ``images`` for each GPU are there to pick from, and those with ``--cpu``.
+SETTINGS = {"depth": 50, "width": 64, "size": 224, "images": 1024, "batch_size": 64, "steps": 60, "warm": 20}
+SMALL_SETTINGS = {"depth": 14, "width": 8, "size": 32, "images": 16, "batch_size": 2, "steps": 2, "warm": 1}
 #: Blocks of each stage by depth of the network, as in demos/resnet.
 BLOCKS = {14: (1, 1, 1, 1), 26: (2, 2, 2, 2), 50: (3, 4, 6, 3)}
 #: JAX's name of each precision, and the required speed relative to PyTorch.
@@ -55,14 +58,8 @@ def parse_options() -> argparse.Namespace:
         help="where images are (default: host and GPUs; files: images are read by loaders, and compared with the host)",
     )
     add("--loaders", type=int, default=8, metavar="N", help="that read files (%(default)s)")
-    add("--steps", type=int, default=60, help="timed steps in each of three rounds (%(default)s)")
-    add("--warm", type=int, default=20, help="steps before these (%(default)s)")
-    add("--batch-size", type=int, default=64, metavar="N", help="images a step for each GPU (%(default)s)")
-    add("--images", type=int, default=1024, metavar="N", help="images for each GPU, to pick from (%(default)s)")
-    add("--depth", type=int, choices=BLOCKS, default=50, help="of the network (%(default)s)")
-    add("--width", type=int, default=64, metavar="N", help="filters of its first layer (%(default)s)")
-    add("--size", type=int, default=224, metavar="N", help="height and width of the images (%(default)s)")
-    add("--device", choices=("gpu", "cpu"), default="gpu", help="cpu tries the benchmark itself (%(default)s)")
+    add("--batch-size", type=int, metavar="N", help="images a step for each GPU (64)")
+    add("--cpu", action="store_true", help="a small network on CPU cores, to try the benchmark")
     add("--limit", type=float, default=240, metavar="S", help="seconds for each process (%(default)s)")
     add("--compiled", action="store_true", help="compare with PyTorch under torch.compile, too")
     add("--flax", action="store_true", help="compare with flax on a mesh, too")
@@ -71,18 +68,12 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make_settings(options: argparse.Namespace, precision: str, n: int) -> dict[str, Any]:
-    """Return the settings of both sides."""
-    shared_options = ("steps", "warm", "batch_size", "images", "width", "size", "where", "device", "loaders")
-    return {
-        **{name: getattr(options, name) for name in shared_options},
-        "n": n,
-        "precision": precision,
-        "blocks": BLOCKS[options.depth],
-        "classes": 1000,
-        "exchange": options.exchange,
-        "compiled": False,
-    }
+def make_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of all sides, except for those that differ between rows."""
+    settings: dict[str, Any] = {**(SMALL_SETTINGS if options.cpu else SETTINGS), "classes": 1000, "compiled": False}
+    settings |= {name: getattr(options, name) for name in ("where", "loaders", "exchange")}
+    settings |= {"device": "cpu" if options.cpu else "gpu", "blocks": BLOCKS[settings["depth"]]}
+    return settings if options.batch_size is None else {**settings, "batch_size": options.batch_size}
 
 
 class SpeedTable:
@@ -164,11 +155,11 @@ def main() -> None:
     options = parse_options()
     if "files" in options.where and "host" not in options.where:
         raise SystemExit("--where files: expected host with it, to compare with")
-    n_available = require_gpus(None) if options.device == "gpu" else 2
+    n_available = 2 if options.cpu else require_gpus(None)
     counts = options.ranks or [n for n in (1, 2, 4) if n <= n_available]
-    print_heading(
-        f"a training step of a ResNet-{options.depth}, {options.size}x{options.size}, {options.batch_size} a GPU"
-    )
+    common = make_settings(options)
+    batch_size, size = common["batch_size"], common["size"]
+    print_heading(f"a training step of a ResNet-{common['depth']}, {size}x{size}, {batch_size} a GPU")
     start = perf_counter()
     table = SpeedTable()
     for precision in options.precision:
@@ -176,11 +167,11 @@ def main() -> None:
             environment = {
                 "JAX_DEFAULT_MATMUL_PRECISION": PRECISIONS[precision][0],
                 "JAX_COMPILATION_CACHE_DIR": cache,
-                **({} if options.device == "gpu" else {"JAX_PLATFORMS": "cpu"}),
+                **({"JAX_PLATFORMS": "cpu"} if options.cpu else {}),
             }
             is_cold = True
             for n in counts:
-                settings = make_settings(options, precision, n)
+                settings = {**common, "precision": precision, "n": n}
                 try:
                     result = run_side(["_resnet"], settings, options.limit, **environment)
                     settings = {**settings, "where": [placement for placement in options.where if placement != "files"]}
@@ -190,7 +181,7 @@ def main() -> None:
                         compiled = {**settings, "compiled": True}
                         others["compiled"] = run_side(["_ddp"], compiled, options.limit, options.torch_python)
                     if options.flax:
-                        devices = {} if options.device == "gpu" else {"XLA_FLAGS": f"{_HOST_DEVICES}={n}"}
+                        devices = {"XLA_FLAGS": f"{_HOST_DEVICES}={n}"} if options.cpu else {}
                         others["flax"] = run_side(["_mesh"], settings, options.limit, **environment, **devices)
                 except SideError as failure:
                     print(f"{precision}, n = {n}: {failure}", flush=True)
@@ -199,9 +190,9 @@ def main() -> None:
                     f"{result['title']}, {ddp['title']}: {format_duration(result['built'])} to start and build ours"
                 )
                 if "files" in options.where:
-                    table.add_loading(precision, n, n * options.batch_size, result)
+                    table.add_loading(precision, n, n * batch_size, result)
                 for placement in settings["where"]:
-                    table.add_row(precision, placement, n, n * options.batch_size, result, ddp, others, is_cold)
+                    table.add_row(precision, placement, n, n * batch_size, result, ddp, others, is_cold)
                 is_cold = False
     table.print_summary()
     print(f"\n{perf_counter() - start:.0f} s in all")

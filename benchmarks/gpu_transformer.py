@@ -26,6 +26,11 @@ from benchmarks._training import join_group, measure_steps, run_processes
 ROOT = Path(__file__).resolve().parents[1]
 SIDES = ("synkhronos", "ddp", "compiled", "flax", "flax-bfloat16")
 RATE, DECAY, CLIP = 3e-4, 0.1, 1.0
+#: Settings of the network and its training: windows of ``length`` tokens, ``batch_size`` of them for each GPU.
+SETTINGS = {"size": 768, "heads": 12, "layers": 12, "length": 512, "characters": 256, "batch_size": 16}
+SETTINGS |= {"steps": 30, "warm": 10}
+#: Those with ``--cpu``.
+SMALL_SETTINGS = {**SETTINGS, "size": 64, "heads": 4, "layers": 2, "length": 64, "batch_size": 8, "steps": 3, "warm": 2}
 
 Settings = dict[str, Any]
 
@@ -211,26 +216,13 @@ def parse_options() -> argparse.Namespace:
     """Return the command line's options."""
     parser = make_parser("gpu_transformer", __doc__)
     add = parser.add_argument
-    numbers: dict[str, Any] = {"type": int, "metavar": "N"}
-    add("--ranks", nargs="+", help="numbers of GPUs (default: 1, 2 and 4, as far as there are)", **numbers)
+    add("--ranks", type=int, nargs="+", metavar="N", help="numbers of GPUs (default: 1, 2 and 4, as far as there are)")
     add("--sides", nargs="+", choices=SIDES, default=list(SIDES), help="what to measure (default: all)")
     add("--precision", nargs="+", choices=("bfloat16", "tf32"), default=["bfloat16"], help="(default: bfloat16)")
-    add("--size", default=768, help="features (%(default)s)", **numbers)
-    add("--heads", default=12, help="(%(default)s)", **numbers)
-    add("--layers", default=12, help="(%(default)s)", **numbers)
-    add("--length", default=512, help="tokens of a window (%(default)s)", **numbers)
-    add("--characters", default=256, help="size of the alphabet (%(default)s)", **numbers)
-    add("--batch-size", default=16, help="windows of one GPU in a step (%(default)s)", **numbers)
-    add("--steps", default=30, help="timed steps in each of three rounds (%(default)s)", **numbers)
-    add("--warm", default=10, help="steps before these (%(default)s)", **numbers)
-    add("--limit", default=300, help="seconds for each side (%(default)s)", **numbers)
+    add("--limit", type=int, default=300, metavar="N", help="seconds for each side (%(default)s)")
     add("--cpu", action="store_true", help="a small network on CPU cores, to try the benchmark")
     add("--run", type=json.loads, help=argparse.SUPPRESS)  # the settings of one side, run in this process
-    options = parser.parse_args()
-    if options.cpu:
-        options.size, options.heads, options.layers, options.length = 64, 4, 2, 64
-        options.batch_size, options.steps, options.warm = 8, 3, 2
-    return options
+    return parser.parse_args()
 
 
 def main() -> None:
@@ -252,15 +244,14 @@ def main() -> None:
 
     counts = options.ranks or [n for n in (1, 2, 4) if n <= (2 if options.cpu else require_gpus(None))]
     print_heading("training steps of a transformer")
-    shape = ("size", "heads", "layers", "length", "characters", "batch_size", "steps", "warm")
     table = Table({"side": 14, "precision": 9, "GPUs": 4, "tokens/s": 10, "step": 8, "first step": 10, "ours/it": 7})
     versions = {}
     for precision in options.precision:
         for n in counts:
             synkhronos_speed = None
             for side in options.sides:
-                settings = {name: getattr(options, name) for name in shape}
-                settings |= {"side": side, "n": n, "precision": precision, "device": "cpu" if options.cpu else "gpu"}
+                settings: Settings = {**(SMALL_SETTINGS if options.cpu else SETTINGS), "side": side, "n": n}
+                settings |= {"precision": precision, "device": "cpu" if options.cpu else "gpu"}
                 environment = {"JAX_DEFAULT_MATMUL_PRECISION": {"tf32": "tensorfloat32"}.get(precision, precision)}
                 if options.cpu:
                     environment["JAX_PLATFORMS"] = "cpu"
@@ -272,7 +263,7 @@ def main() -> None:
                 except SideError as failure:
                     print(f"{side}, n = {n}: {failure}", flush=True)
                     continue
-                speed = n * options.batch_size * options.length / report["seconds"]
+                speed = n * settings["batch_size"] * settings["length"] / report["seconds"]
                 synkhronos_speed = speed if side == "synkhronos" else synkhronos_speed
                 ratio = f"{synkhronos_speed / speed:.3f}" if synkhronos_speed and side != "synkhronos" else ""
                 table.print_row(

@@ -36,6 +36,9 @@ ROWS: dict[str, tuple[str, int, int, tuple[str, ...]]] = {
 }
 #: Required speed relative to DDP.
 BESIDE_DDP = 1.1
+#: Settings of both sides, of which ``images`` for each GPU are there to pick from, and those with ``--cpu``.
+SETTINGS = {"steps": 40, "warm": 10, "images": 512, "classes": 1000}
+SMALL_SETTINGS = {"steps": 2, "warm": 1, "images": 8, "classes": 10, "size": 67, "batch_size": 2}
 
 
 def parse_options() -> argparse.Namespace:
@@ -45,13 +48,7 @@ def parse_options() -> argparse.Namespace:
     add("--ranks", type=int, nargs="+", metavar="N", help="numbers of GPUs (default: 1, 2 and 4, as far as there are)")
     add("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=f"of the table ({', '.join(ROWS)})")
     add("--precision", choices=PRECISIONS, default="tf32", help="of products (%(default)s)")
-    add("--steps", type=int, default=40, help="timed steps in each of three rounds (%(default)s)")
-    add("--warm", type=int, default=10, help="steps before these (%(default)s)")
-    add("--images", type=int, default=512, metavar="N", help="images for each GPU, to pick from (%(default)s)")
-    add("--batch-size", type=int, metavar="N", help="for all, to try the benchmark (default: each row's)")
-    add("--size", type=int, metavar="N", help="of all images, to try the benchmark (default: each network's)")
-    add("--classes", type=int, default=1000, metavar="N", help="(%(default)s)")
-    add("--device", choices=("gpu", "cpu"), default="gpu", help="cpu tries the benchmark itself (%(default)s)")
+    add("--cpu", action="store_true", help="a few small images on CPU cores, to try the benchmark with AlexNet-128b")
     add("--limit", type=float, default=300, metavar="S", help="seconds for each process (%(default)s)")
     add("--torch-python", default=sys.executable, metavar="PATH", help="a Python that has PyTorch and torchvision")
     return parser.parse_args()
@@ -61,10 +58,12 @@ def make_settings(options: argparse.Namespace, row: str, n: int) -> dict[str, An
     """Return the settings of Synkhronos' side."""
     network, size, batch, _ = ROWS[row]
     return {
-        **{name: getattr(options, name) for name in ("precision", "steps", "warm", "images", "classes", "device")},
         "network": network,
-        "size": options.size or size,
-        "batch_size": options.batch_size or batch,
+        "size": size,
+        "batch_size": batch,
+        **(SMALL_SETTINGS if options.cpu else SETTINGS),
+        "precision": options.precision,
+        "device": "cpu" if options.cpu else "gpu",
         "n": n,
         "where": ["host"],
         "exchange": None,
@@ -130,7 +129,7 @@ class TimeTable:
 def main() -> None:
     """Run the benchmark."""
     options = parse_options()
-    n_available = require_gpus(None) if options.device == "gpu" else 2
+    n_available = 2 if options.cpu else require_gpus(None)
     counts = options.ranks or [n for n in (1, 2, 4) if n <= n_available]
     print_heading(f"training + communication, seconds for {IMAGES:,} images, {options.precision}")
     start = perf_counter()
@@ -139,7 +138,7 @@ def main() -> None:
         environment = {
             "JAX_DEFAULT_MATMUL_PRECISION": PRECISIONS[options.precision][0],
             "JAX_COMPILATION_CACHE_DIR": cache,
-            **({} if options.device == "gpu" else {"JAX_PLATFORMS": "cpu"}),
+            **({"JAX_PLATFORMS": "cpu"} if options.cpu else {}),
         }
         for row in options.rows:
             for n in counts:

@@ -34,6 +34,10 @@ SIDES = {"whole": "whole", "sharded": "whole", "ddp": "ddp", "zero": "ddp"}
 RATES = {"momentum": 1e-3, "adam": 1e-5, "adamw": 1e-5}
 #: Maximal time of a step with a sharded optimizer, relative to the unsharded one.
 LIMIT = 1.05
+#: Settings of the network and its training, of ``batch_size`` images for each GPU.
+SETTINGS = {"batch_size": 32, "size": 224, "units": 4096, "classes": 1000, "steps": 30, "warm": 10}
+#: Those with ``--cpu``.
+SMALL_SETTINGS = {"batch_size": 2, "size": 32, "units": 64, "classes": 10, "steps": 2, "warm": 1}
 
 Settings = dict[str, Any]
 
@@ -153,24 +157,13 @@ def parse_options() -> argparse.Namespace:
     """Return the command line's options."""
     parser = make_parser("shard_optimizer", __doc__)
     add = parser.add_argument
-    numbers: dict[str, Any] = {"type": int, "metavar": "N"}
-    add("--ranks", nargs="+", help="numbers of GPUs (default: 2 and 4, as far as there are)", **numbers)
+    add("--ranks", type=int, nargs="+", metavar="N", help="numbers of GPUs (default: 2 and 4, as far as there are)")
     add("--rules", nargs="+", choices=RATES, default=list(RATES), help="(default: all)")
     add("--sides", nargs="+", choices=SIDES, default=list(SIDES), help="what to measure (default: all)")
-    add("--batch-size", default=32, help="images of one GPU in a step (%(default)s)", **numbers)
-    add("--size", default=224, help="height and width of the images (%(default)s)", **numbers)
-    add("--units", default=4096, help="of the dense layers (%(default)s)", **numbers)
-    add("--classes", default=1000, help="(%(default)s)", **numbers)
-    add("--steps", default=30, help="timed steps in each of three rounds (%(default)s)", **numbers)
-    add("--warm", default=10, help="steps before these (%(default)s)", **numbers)
-    add("--limit", default=120, help="seconds for each side (%(default)s)", **numbers)
+    add("--limit", type=int, default=120, metavar="N", help="seconds for each side (%(default)s)")
     add("--cpu", action="store_true", help="a small network on CPU cores, to try the benchmark")
     add("--run", type=json.loads, help=argparse.SUPPRESS)  # the settings of one side, run in this process
-    options = parser.parse_args()
-    if options.cpu:
-        options.size, options.units, options.classes = 32, 64, 10
-        options.batch_size, options.steps, options.warm = 2, 2, 1
-    return options
+    return parser.parse_args()
 
 
 def main() -> None:
@@ -193,8 +186,8 @@ def main() -> None:
     )
 
     counts = options.ranks or [n for n in (2, 4) if n <= (2 if options.cpu else require_gpus(None))]
-    print_heading(f"training steps of VGG16, {options.batch_size} images for each GPU, TF32")
-    columns = ("batch_size", "size", "units", "classes", "steps", "warm")
+    common = SMALL_SETTINGS if options.cpu else SETTINGS
+    print_heading(f"training steps of VGG16, {common['batch_size']} images for each GPU, TF32")
     table = Table(
         {"side": 8, "rule": 8, "GPUs": 4, "step": 8, "ratio": 6, "state": 8, "in use": 8, "peak": 8, "first step": 10}
     )
@@ -210,8 +203,8 @@ def main() -> None:
             for rule in options.rules:
                 seconds: dict[str, float] = {}
                 for side in options.sides:
-                    settings = {name: getattr(options, name) for name in columns}
-                    settings |= {"side": side, "rule": rule, "n": n, "device": "cpu" if options.cpu else "gpu"}
+                    settings: Settings = {**common, "side": side, "rule": rule, "n": n}
+                    settings["device"] = "cpu" if options.cpu else "gpu"
                     try:
                         report = run_side(["shard_optimizer", "--run"], settings, options.limit, **environment)
                     except SideError as failure:
