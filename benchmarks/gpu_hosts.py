@@ -20,6 +20,7 @@ import os
 import sys
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import synkhronos as synk
 from benchmarks import make_parser
@@ -45,12 +46,7 @@ def parse_options() -> argparse.Namespace:
     add("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to run (all)")
     add("--gpus", type=int, default=1, metavar="N", help="of each of the two hosts (%(default)s)")
     add("--limit", type=float, default=240, metavar="S", help="seconds for each program (%(default)s)")
-    add("--depth", type=int, choices=(14, 26, 50), default=50, help="of the ResNet (%(default)s)")
-    add("--width", type=int, default=64, metavar="N", help="filters of its first layer (%(default)s)")
-    add("--size", type=int, default=224, metavar="N", help="height and width of the images (%(default)s)")
-    add("--batch-size", type=int, default=64, metavar="N", help="images a step for each GPU (%(default)s)")
-    add("--steps", type=int, default=60, help="timed steps in each of three rounds (%(default)s)")
-    add("--fake", action="store_true", help="fake GPUs on the CPU, to try this script itself")
+    add("--fake", action="store_true", help="fake GPUs on the CPU, and a small ResNet, to try this script itself")
     return parser.parse_args()
 
 
@@ -109,22 +105,18 @@ def run_faults(options: argparse.Namespace, environment: dict[str, str]) -> tupl
 
 def run_resnet(options: argparse.Namespace, environment: dict[str, str]) -> tuple[str, str]:
     """Train a ResNet; return the result to print."""
-    from benchmarks.gpu_resnet import BLOCKS
+    from benchmarks.gpu_resnet import BLOCKS, SETTINGS, SMALL_SETTINGS
 
-    settings = {
-        **{name: getattr(options, name) for name in ("steps", "batch_size", "width", "size")},
-        **{"n": 2 * options.gpus, "precision": "tf32", "blocks": BLOCKS[options.depth], "classes": 1000, "warm": 20},
-        **{"exchange": None, "compiled": False, "images": 1024, "where": ["host"], "device": "gpu", "loaders": 0},
-    }
-    if options.fake:
-        settings |= {"warm": 1, "rounds": 1, "images": 4 * options.batch_size, "classes": 10}
+    settings: dict[str, Any] = {**({**SMALL_SETTINGS, "rounds": 1} if options.fake else SETTINGS), "classes": 1000}
+    settings |= {"n": 2 * options.gpus, "precision": "tf32", "blocks": BLOCKS[settings["depth"]], "exchange": None}
+    settings |= {"compiled": False, "where": ["host"], "device": "gpu", "loaders": 0}
     if environment["HOSTS"].count(",") == 1:
         environment = {**environment, "SYNKHRONOS_HOSTS": environment["HOSTS"]}
     printed = run_command(
         [sys.executable, "-m", "benchmarks._resnet", json.dumps(settings)], options.limit, **environment
     )
     result = json.loads(printed.splitlines()[-1])["results"]["host"]
-    images = 2 * options.gpus * options.batch_size
+    images = 2 * options.gpus * settings["batch_size"]
     return f"{images / result['seconds']:,.0f} images/s, loss {result['loss']:.3f}", ""
 
 
