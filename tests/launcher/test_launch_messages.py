@@ -39,6 +39,7 @@ GPUS = get_n_gpu()
 #: Wrong settings, and the name in the message; no process is started.
 SETTINGS = {
     "no model": ({"model": None, "devices": "cpu"}, "modelfile"),
+    "model, too long": ({"model": "x" * 300 + ".py:MLP"}, "modelfile"),
     "no class": ({"model": None, "modelfile": "launch_models.mlp"}, "modelclass"),
     "no colon": ({"model": "mlp.py"}, "model"),
     "no such file": ({"model": "launch_models/none.py:MLP"}, "modelfile"),
@@ -99,9 +100,11 @@ SETTINGS = {
     "keep": ({"keep": 0}, "keep"),
     "bind": ({"bind": "perhaps"}, "bind"),
     "scale_lr": ({"scale_lr": 7}, "scale_lr"),
+    "folder, too long": ({"folder": "x" * 300}, "folder"),
     "folder, used": ({"folder": "{used}"}, "folder"),
     "resume, nothing": ({"folder": "{used}", "resume": "latest"}, "resume"),
     "resume, elsewhere": ({"resume": "nowhere"}, "resume"),
+    "resume, too long": ({"resume": "x" * 300}, "resume"),
 }  # fmt: skip
 
 #: Wrong session files: file names and contents.

@@ -66,7 +66,10 @@ def resolve_settings(
         raise SettingsError("modelclass: expected the class to train; name a session file, or model = 'FILE:CLASS'")
     source_folder = source_path and os.path.dirname(os.path.abspath(source_path))
     folders = [os.fspath(folder) for folder in (values.get("pythonpath"), os.getcwd(), source_folder) if folder]
-    values["pythonpath"], values["modelfile"] = locate_model_class(values["modelfile"], values["modelclass"], folders)
+    with convert_to_settings_error("modelfile: "):
+        values["pythonpath"], values["modelfile"] = locate_model_class(
+            values["modelfile"], values["modelclass"], folders
+        )
     values["devices"], hosts = choose_placement(merged.get("devices"), merged.get("hosts"), values.pop("ranks", None))
     values["hosts"] = tuple(host.name if host.n_ranks is None else f"{host.name}:{host.n_ranks}" for host in hosts)
     rule = values.get("rule", Settings.rule)
@@ -75,7 +78,8 @@ def resolve_settings(
     settings = Settings(**values)
     settings.make_exchange_rule()  # its arguments are checked before the ranks start, which make the rule again
     _check_checkpoint_settings(settings)
-    _check_folder(settings)
+    with convert_to_settings_error("folder: "):
+        _check_folder(settings)
     return settings
 
 
@@ -128,7 +132,7 @@ def _parse_resume(value: object, key: str) -> str | None:
     path = _parse_path(value, key)
     if path in (None, "latest"):
         return path
-    if not Path(path, "meta.json").exists():
+    if not os.path.exists(os.path.join(path, "meta.json")):
         raise ValueError(f"{key}: expected 'latest' or a checkpoint's folder, got {path!r}")
     return str(Path(path).absolute())
 

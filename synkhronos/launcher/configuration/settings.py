@@ -37,6 +37,8 @@ def convert_to_settings_error(prefix: str = "") -> Iterator[None]:
     """Convert errors of argument checks in a ``with`` block to SettingsError, with a prefix of the message."""
     try:
         yield
+    except SettingsError:
+        raise
     except (TypeError, ValueError, OSError) as error:
         raise SettingsError(f"{prefix}{error}") from None
 
