@@ -209,8 +209,8 @@ def test_checkpoint_has_the_names_of_its_format(fork, tmp_path):
     assert sorted(stored.arrays) == [f"0.{name}" for name in state]
     assert sorted(stored.meta) == [
         "alike", "asynchronous", "batch_size", "count", "epoch", "generators", "kind", "metrics", "outcomes", "parts",
-        "ranks", "row", "rule", "rule_options", "schedule", "seed", "seen", "start", "steps_taken", "stop", "streams",
-        "update_rule", "update_rule_options", "variables",
+        "ranks", "row", "rule", "rule_options", "schedule", "seed", "seen", "start", "started", "steps_taken", "stop",
+        "streams", "update_rule", "update_rule_options", "variables",
     ]  # fmt: skip
     assert stored.meta["rule_options"] == {"lr": 0.7, "momentum": 0.9, "nesterov": True, "period": 3}
     assert stored.meta["variables"] == {

@@ -107,6 +107,32 @@ def test_resume_of_asynchronous_rules_uses_each_row_once(fork, tmp_path, check_e
     assert report.rows_seen == ROWS and report.steps == ROWS // 2
 
 
+@pytest.mark.parametrize("name", ["DiLoCo", "Downpour", "GoSGD"])
+def test_resume_after_a_signal_before_the_first_step(fork, tmp_path, monkeypatch, name):
+    pytest.importorskip("safetensors")
+    begin, values = trainer_report_loop.TrainerReportLoop._begin_epoch, []
+
+    def begin_and_signal(loop):
+        begin(loop)
+        signal.raise_signal(signal.SIGTERM)
+
+    fork(2)
+    model, checkpoints = Model(name, rate=0.01), CheckpointFolder(tmp_path)
+    model.w.set_value(np.ones(4))
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_report_loop.TrainerReportLoop, "_begin_epoch", begin_and_signal)
+        run_until_exit(model.epochs(5, 2, checkpoints=checkpoints))
+    assert [path.name for path in checkpoints.list_paths()] == ["rows-000000000000"]
+    synk.close()
+    fork(1)
+    for options in ({}, {"checkpoints": checkpoints, "resume": "latest"}):
+        model = Model(name, rate=0.01)
+        model.w.set_value(np.full(4, 9.0 if options else 1.0))
+        list(model.epochs(5, 2, **options))
+        values.append(model.values())
+    np.testing.assert_array_equal(*values)
+
+
 def test_signal_within_validation_defers_the_report(tmp_path, check_each_step, monkeypatch, two_ranks_per_test):
     checkpoints, valid = CheckpointFolder(tmp_path / "part"), (X[:30], Y[:30])
     whole = [report.to_record() for report in Model("LocalSGD").epochs(5, 2, valid=valid)]

@@ -325,6 +325,37 @@ def test_on_death_leaves_out_all_workers_within_steps(name, monkeypatch):
     assert [velocity.get_value().shape for velocity in model.trainer.optimizer_state] == [(4,), (1,)]  # not sharded now
 
 
+@pytest.mark.parametrize("name", ["Downpour", "EASGD together", "GoSGD"])
+def test_on_death_leaves_out_all_workers_before_the_first_step(name, monkeypatch):
+    values = []
+    for size in (RANKS, 1):
+        fork_ranks(size)
+        model = Model(name, rate=0.01)
+        model.w.set_value(np.ones(4))
+        if size > 1:
+            synk.distribute()
+            CommandKiller(monkeypatch, {1: (1, True)})
+            break_devices(monkeypatch, lambda number, size: True)
+        list(model.epochs(on_death="continue"))
+        assert ranks.get_session().size == 1
+        values.append(model.values())
+        synk.close()
+    np.testing.assert_array_equal(*values)
+
+
+def test_on_death_raises_an_error_of_the_rule_at_once(monkeypatch):
+    def resize_states(rule, states, n_ranks):
+        raise ZeroDivisionError
+
+    fork_ranks(2)
+    model = Model("EASGD")
+    monkeypatch.setattr(type(model.rule), "resize_states", resize_states)
+    break_devices(monkeypatch, lambda number, size: True)
+    with pytest.raises(ZeroDivisionError):
+        for _ in model.epochs(on_death="continue"):
+            os.kill(ranks.get_session().worker_pids[1], signal.SIGKILL)
+
+
 @pytest.mark.parametrize(("name", "source"), [("BSP", "loader"), ("BSP", "parts"), ("EASGD", "parts")])
 def test_on_death_leaves_out_a_device_and_uses_each_row_once(name, source, monkeypatch):
     fork_ranks(RANKS)
@@ -397,9 +428,9 @@ def test_host_gets_two_tries_and_the_ranks_of_a_lost_one_none(monkeypatch):
     fork_ranks(1)
     recovery, tried = Model("BSP").trainer._model.make_recovery_policy(100), []
     lost = Death.from_lost_host(range(4, 6), "c", "was lost")
-    unreachable = Death.from_failed_start(2, "b", "could not be reached", (2, 3))
+    unreachable = [Death.from_failed_start(2, "b", "could not be reached", (2, 3)) for _ in range(3)]
     session = SimpleNamespace(size=6, rank=SimpleNamespace(master_rank=0), has_kept_memory=True, death=lost)
-    deaths = [unreachable, None]
+    deaths = [unreachable[0], None]
 
     def restore(ranks_to_remove):
         tried.append(list(ranks_to_remove))
@@ -414,7 +445,7 @@ def test_host_gets_two_tries_and_the_ranks_of_a_lost_one_none(monkeypatch):
     recovery._recover(RuntimeError(), 0.0)
     assert tried == [[4, 5], [4, 5]] and session.size == 4
     tried.clear()
-    session.size, session.death, deaths[:] = 6, lost, [unreachable, unreachable, None]
+    session.size, session.death, deaths[:] = 6, lost, [*unreachable[1:], None]
     recovery._death_limit.reset_counts_since_copy()
     recovery._recover(RuntimeError(), 0.0)
     assert tried == [[4, 5], [4, 5], [2, 3, 4, 5]] and session.size == 2

@@ -51,7 +51,8 @@ def read_state(context: RankContext, spec: RankStateSpec) -> dict[str, Any]:
     """Return the state of this rank.  For joint steps, ranks other than 0 return only entries that may differ.
 
     ``others``, ``params``, ``optimizer`` and ``excluded`` are values of the variables in `VariablesByRole`, ``streams``
-    those of its generators.  ``own``, ``step`` and ``since`` are attributes of `ExchangeState`.
+    those of its generators.  ``own``, ``step`` and ``since`` are attributes of `ExchangeState`; ``own`` is None before
+    the first step, when there is no such state.
     """
     variables, storage = spec.variables, context.get_persistent_dict(spec.name)
     state: ExchangeState | None = storage.get("state")
@@ -61,7 +62,7 @@ def read_state(context: RankContext, spec: RankStateSpec) -> dict[str, Any]:
     return {
         "streams": streams,
         **variables.read_values(None if state is None else storage["own"]),
-        "own": {} if state is None else {key: np.array(value) for key, value in state.own.items()},
+        "own": None if state is None else {key: np.array(value) for key, value in state.own.items()},
         "step": 0 if state is None else state.step,
         "steps_since_exchange": 0 if state is None else state.steps_since_exchange,
     }
@@ -74,14 +75,15 @@ def pack_states(
     arrays = {f"shared.{name}": np.array(array) for name, array in shared_arrays.items()}
     for r, state in enumerate(states_by_rank):
         for key, value in state.items():
-            if key == "own":
+            if key == "own" and value is not None:
                 arrays |= {f"{r}.own.{name}": array for name, array in value.items()}
             elif key == "others":
                 arrays |= {f"{r}.others.{i}": array for i, array in enumerate(value)}
-            elif key != "streams":
+            elif key not in ("own", "streams"):
                 arrays[f"{r}.{key}"] = np.asarray(value)
     streams = [state["streams"] for state in states_by_rank]
-    return arrays, {"ranks": len(states_by_rank), "alike": is_joint, "streams": streams}
+    has_started = any(state.get("own") is not None for state in states_by_rank)
+    return arrays, {"ranks": len(states_by_rank), "alike": is_joint, "streams": streams, "started": has_started}
 
 
 def _unpack_states(content: Checkpoint, spec: RankStateSpec) -> list[dict[str, Any]]:
@@ -91,7 +93,7 @@ def _unpack_states(content: Checkpoint, spec: RankStateSpec) -> list[dict[str, A
     states_by_rank: list[dict[str, Any]] = []
     for r in range(meta["ranks"]):
         others = [arrays[f"{r}.others.{i}"] for i in range(len(meta["variables"]["others"]))]
-        state = {"own": {}, "others": others, "shared": shared, "streams": meta["streams"][r]}
+        state = {"own": None, "others": others, "shared": shared, "streams": meta["streams"][r]}
         states_by_rank.append(state)
         if meta["alike"] and r:
             continue
@@ -100,14 +102,20 @@ def _unpack_states(content: Checkpoint, spec: RankStateSpec) -> list[dict[str, A
             state["optimizer"] = np.zeros(0, np.float32)
         state |= {name: int(arrays[f"{r}.{name}"]) for name in ("step", "steps_since_exchange")}
         prefix = f"{r}.own."
-        state["own"] = {n.removeprefix(prefix): array for n, array in arrays.items() if n.startswith(prefix)}
+        if meta.get("started", True):
+            state["own"] = {n.removeprefix(prefix): array for n, array in arrays.items() if n.startswith(prefix)}
     return states_by_rank
 
 
 def set_params_to_consensus(context: RankContext, name: str, exchange_rule: ExchangeRule) -> None:
-    """Set the parameters to the exchange rule's consensus.  Store this rank's own parameters under ``"own"``."""
+    """Set the parameters to the exchange rule's consensus, and store this rank's own parameters under ``"own"``.
+
+    Do nothing before the first step: all ranks have equal parameters then.
+    """
     storage = context.get_persistent_dict(name)
-    state: ExchangeState = storage["state"]
+    state: ExchangeState | None = storage.get("state")
+    if state is None:
+        return
     consensus = exchange_rule.compute_consensus(context, state)
     storage["own"] = state.vector  # after the consensus, which may receive messages that change it
     state.vector = consensus
@@ -147,6 +155,9 @@ def write_state(context: RankContext, spec: RankStateSpec, saved_state: dict[str
     if spec.is_joint:
         return
     storage = context.get_persistent_dict(spec.name)
+    if saved_state["own"] is None:  # the first step makes the state
+        storage.clear()
+        return
     state = storage["state"] = spec.make_state()
     state.step, state.steps_since_exchange = saved_state["step"], saved_state["steps_since_exchange"]
     state.own = {
@@ -165,6 +176,8 @@ def resize_states(saved_states: list[dict[str, Any]], spec: RankStateSpec, n_ran
         states_by_rank = saved_states[:1] * n_ranks
     elif len(saved_states) == n_ranks:
         states_by_rank = saved_states
+    elif any(state["own"] is None for state in saved_states):
+        states_by_rank = [saved_states[r % len(saved_states)] for r in range(n_ranks)]
     else:
         states_by_rank = spec.exchange_rule.resize_states(saved_states, n_ranks)
     return [

@@ -98,7 +98,6 @@ class RecoveryPolicy(DeathPolicy):
         self._shared_values: dict[str, np.ndarray] = {}
         #: Variables of the sharded optimizer, gathered from all ranks.
         self._sharded_optimizer: np.ndarray | None = None
-        self._has_trained = False
         #: Whether a death is recoverable: there is a copy of the state.
         self.has_copy = False
         #: Number of ranks for which the exchange rule's shared arrays were made.
@@ -160,9 +159,8 @@ class RecoveryPolicy(DeathPolicy):
             return  # equal on all ranks
         by_rank = run(rank_state.read_state, spec)
         shared = {name: np.array(data.data) for name, data in spec.shared_arrays.items()}
-        stored = self._session.rank.get_or_add_object(("persistent dict", spec.name), dict)
         # No worker takes part in these assignments, so an interrupt cannot separate them.
-        _copies_by_trainer[spec.name], self._shared_values, self._has_trained = by_rank, shared, "state" in stored
+        _copies_by_trainer[spec.name], self._shared_values = by_rank, shared
         self._sharded_optimizer, self.has_copy = optimizer, True
         if not spec.is_joint:
             self.step = by_rank[self._session.rank.number]["step"]
@@ -185,6 +183,8 @@ class RecoveryPolicy(DeathPolicy):
             try:
                 self._restore(ranks_to_remove)
             except Exception as failure:
+                if session.death is death:
+                    raise  # not a death: it would be raised again
                 error = failure
                 if session.size < size:  # the ranks are removed, and `death` has new numbers
                     ranks_to_remove = ()
@@ -244,16 +244,15 @@ class RecoveryPolicy(DeathPolicy):
         for name, data in spec.shared_arrays.items():
             before = self._shared_values[name]
             data[...] = before if before.shape == data.shape else 0  # as in `restore_state` for another number of ranks
-        run(restore_copy, spec, self._has_trained, _copies_by_trainer[spec.name] if has_new_processes else None)
+        run(restore_copy, spec, _copies_by_trainer[spec.name] if has_new_processes else None)
         state.set_sharded_optimizer_state(self._sharded_optimizer)
-        if not spec.is_joint and self._has_trained:
+        if not spec.is_joint and all(own["own"] is not None for own in _copies_by_trainer[spec.name]):
             run(rank_state.set_params_to_consensus, spec.name, spec.exchange_rule)
 
 
 def restore_copy(
     context: RankContext,
     spec: rank_state.RankStateSpec,
-    has_trained: bool,
     copy_from_master: list[dict[str, Any]] | None,
 ) -> None:
     """Restore this rank from a copy: the one that the master sent, or else the one in this process's memory."""
@@ -261,7 +260,5 @@ def restore_copy(
     own = by_rank[context.number]
     # The values are copied, since the master restores them again if a worker dies before its next copy.
     rank_state.write_state(context, spec, deepcopy({**by_rank[0], **own} if spec.is_joint else own))
-    if not has_trained:
-        context.get_persistent_dict(spec.name).clear()
     if not context.is_master and copy_from_master is None:
         del _copies_by_trainer[spec.name]  # only the master makes the next copy: here it would not free this memory
