@@ -36,7 +36,7 @@ import numpy as np
 from synkhronos.checks import describe
 from synkhronos.containers import BoundedCache, WeakKeyDict
 from synkhronos.devices import find_device
-from synkhronos.graph_libraries import get_library
+from synkhronos.graph_libraries import get_library, is_variable
 from synkhronos.graph_libraries.library import get_storage, observe_set_value, set_value_callbacks
 from synkhronos.ranks import ArrayLocation, Command, Rank, Session
 from synkhronos.ranks.pickle_buffers import measure_buffers, read_buffers, write_buffers
@@ -366,6 +366,8 @@ class _Pickler(cloudpickle.Pickler):
             is_by_name = value.__module__ not in self._modules_by_value and is_importable(value)
             self._code.add(value, is_by_name)
             return value.__qualname__ if is_by_name else super().reducer_override(value)
+        if is_variable(value) and not get_library(value).is_shared(value):
+            return _reduce_without_user_attributes(value)
         # Unpickling a device's array could start the device's runtime in the wrong process.
         if (device := find_device(value)).must_move_shared_values:
             return device.to_numpy(value).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
@@ -378,6 +380,16 @@ class _Pickler(cloudpickle.Pickler):
             return self._keys.get(value)
         except TypeError:
             return None
+
+
+def _reduce_without_user_attributes(variable: Variable) -> tuple[Any, ...]:
+    """Return pickle's reduction of a variable, without the attributes that its library does not set.
+
+    Compiling drops them as well, since it clones the graph.  They may refer to objects that can't be pickled.
+    """
+    function, arguments, state, *others = variable.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    own_attributes = vars(variable.clone())
+    return function, arguments, {name: state[name] for name in state if name in own_attributes}, *others
 
 
 class _Unpickler(pickle.Unpickler):

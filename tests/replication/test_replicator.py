@@ -7,6 +7,7 @@ import weakref
 import numpy as np
 import pytest
 from library import shared
+from library import tensor as T
 from messages import raises
 
 import synkhronos as synk
@@ -32,6 +33,13 @@ class ReadSharedValues(Command):
     def run(self, rank):
         shareds = [rank.get_object(key) for key in self.keys]
         return rank.all_gather([(shared.name, get_library(shared).borrow_value(shared).tolist()) for shared in shareds])
+
+
+class Layer:
+    """Object that can be pickled, but not unpickled."""
+
+    def __setstate__(self, state):
+        raise ValueError("unknown layer")
 
 
 def get_replicator():
@@ -140,3 +148,15 @@ def test_replicator_forgets_failed_sends(two_ranks_per_test):
     assert get_replicator().get_key(w) is None
     get_replicator().send([], [w])
     assert len(ranks.get_session().run(ListSharedKeys())[1]) == 1
+
+
+def test_attributes_that_users_set_on_symbolic_variables_are_not_sent(fork):
+    fork(2)
+    x, w = T.dvector("x"), shared(2.0, "w")
+    y = x * w
+    for variable in (x, y):
+        variable.layer = Layer()
+        variable.layer.name = variable.name
+    f = synk.function([x], (y + 1, "gather"))
+    np.testing.assert_array_equal(f(np.arange(4.0)), np.arange(4.0) * 2 + 1)
+    assert isinstance(x.layer, Layer)
