@@ -387,9 +387,11 @@ def _reduce_without_user_attributes(variable: Variable) -> tuple[Any, ...]:
 
     Compiling drops them as well, since it clones the graph.  They may refer to objects that can't be pickled.
     """
-    function, arguments, state, *others = variable.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    own_attributes = vars(variable.clone())
-    return function, arguments, {name: state[name] for name in state if name in own_attributes}, *others
+    function, arguments, *others = variable.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    if others and others[0]:  # a loop's inner variables are pickled without a state
+        own_attributes = vars(variable.clone())
+        others[0] = {name: value for name, value in others[0].items() if name in own_attributes}
+    return function, arguments, *others
 
 
 class _Unpickler(pickle.Unpickler):
