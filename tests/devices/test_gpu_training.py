@@ -266,9 +266,8 @@ def test_ranks_round_sums_of_updates_equally(rule, options, two_ranks_per_test):
         ws = [shared(RNG.normal(size=shape).astype("float32") / 30) for shape in ((width, width), (width,))]
         loss = ((T.tanh(x.dot(ws[0])).dot(ws[1]) - y) ** 2).mean()
         train = make_train_function(loss, ws, x, y, rule, **options)
-        with time_limit(FAULT_LIMIT):
-            for rows in (63, 32) * 5:
-                train(*data, rows)
+        for rows in (63, 32) * 5:
+            train(*data, rows)
         for w in [*ws, *train.optimizer_state]:
             first, second = synk.gather(w)
             np.testing.assert_array_equal(first, second)
