@@ -408,12 +408,22 @@ class SetGenerators(Command):
                 library.set_generator(shared, copy.deepcopy(state))
 
 
-def gather_pickles(rank: Rank, pickled: bytes) -> list[Any]:
-    """Gather a pickled object of each rank.  Return the objects in the master, an empty list in workers."""
+def gather_pickles(rank: Rank, pickled: bytes, name: str) -> list[Any]:
+    """Gather a pickled object of each rank.  Return the objects in the master, an empty list in workers.
+
+    Raise TypeError in the master if one can't be unpickled.  ``name`` is the object's name in the error.
+    """
     layouts: list[ArrayLayout] = [((length,), np.dtype(np.uint8)) for length in rank.all_gather(len(pickled))]
     out = [np.empty(*layout) for layout in layouts] if rank.is_master else None
     NUMPY.get_communicator(rank).gather(np.frombuffer(pickled, np.uint8), rank.master_rank, layouts, out)
-    return [] if out is None else [pickle.loads(array.data) for array in out]
+    objects = []
+    for number, array in enumerate(out or ()):
+        try:
+            objects.append(pickle.loads(array.data))
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise TypeError(f"{name} of rank {number} can't be unpickled: {reason}") from error
+    return objects
 
 
 def _can_concatenate(layouts: Sequence[ArrayLayout]) -> bool:

@@ -232,7 +232,7 @@ class _ModelCheck:
             for rank, instance in enumerate(instances):
                 with use_model_precision():
                     instance.train_iter(i, recorder)
-                step_hashes[rank].append(hash_step(sources[rank]))
+                step_hashes[rank].append(hash_step(sources[rank], recorder.get_last_cost()))
             total = sources[0].get() + sources[1].get()
             for rank, target in enumerate(targets):
                 rows = (total if exchanged_quantity == "gradient" else total / 2).reshape(-1, target.size)

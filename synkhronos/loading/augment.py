@@ -7,6 +7,8 @@ do not depend on the number of ranks or of loader processes.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,18 @@ from synkhronos.checks import check_at_least, check_flag, check_number, suggest_
 def make_row_generator(seed: int, epoch: int, row_number: int) -> np.random.Generator:
     """Return the generator for the augmentation of one row in one epoch."""
     return np.random.default_rng((seed, epoch, row_number, 1))  # the order of rows is seeded by (seed, epoch)
+
+
+def augment_row(row: Any, augment: Callable[..., Any] | None, seed: int, epoch: int, number: int) -> tuple[Any, ...]:
+    """Return the arrays of a row, augmented unless ``augment`` is None.
+
+    The function gets copies: a source may return its own arrays, and the function may write to its argument.
+    """
+    arrays = row if isinstance(row, tuple | list) else (row,)
+    if augment is not None:
+        copies = (copy.deepcopy(value) if isinstance(value, np.ndarray | list) else value for value in arrays)
+        arrays = augment(tuple(copies), make_row_generator(seed, epoch, number))
+    return tuple(arrays)
 
 
 class CropMirror:

@@ -31,7 +31,7 @@ from synkhronos.data_objects import Data
 from synkhronos.data_objects.data_access import create_data_with_file
 from synkhronos.devices import Selection
 from synkhronos.graph_libraries import get_library
-from synkhronos.loading.augment import make_row_generator
+from synkhronos.loading.augment import augment_row
 from synkhronos.loading.loader_process import LoaderConfig, pack_config, start_loader_process
 from synkhronos.loading.ring import RESUME_HINT, LoadError, ReadPlan, Ring, RingLayout
 from synkhronos.loading.sources import IterableSource, SourceArgument, as_source, describe_row
@@ -61,7 +61,7 @@ class Loader:
         - an iterable of such tuples, which is iterated once per epoch, or a function that returns one.
     augment : callable, optional
         Function that changes each row: a `CropMirror`, or ``augment(row, random)``, which takes a tuple of arrays and a
-        `numpy.random.Generator` and returns a tuple of arrays.
+        `numpy.random.Generator` and returns a tuple of arrays.  The arrays are copies, which it may overwrite.
     processes : int
         Number of loader processes.  An iterable is read by one.
     depth : int
@@ -156,13 +156,9 @@ class Loader:
         is_stream = isinstance(self.source, IterableSource)
         for number in range(min(_MAX_SAMPLE_ATTEMPTS, len(self)) if self._skips_unreadable and not is_stream else 1):
             try:
-                row = next(iter(self.source), None) if is_stream else self.source[number]
-                if is_stream and row is None:
-                    raise ValueError("the iterable is empty")
-                arrays = row if isinstance(row, tuple | list) else (row,)
-                if self.augment is not None:
-                    arrays = self.augment(tuple(arrays), make_row_generator(0, 0, number))
-                return tuple(arrays)
+                for row in self.source if is_stream else [self.source[number]]:
+                    return augment_row(row, self.augment, 0, 0, number)
+                raise ValueError("the iterable is empty")
             except Exception as error:
                 last_error = error
         reason = f"{type(last_error).__name__}: {last_error}"

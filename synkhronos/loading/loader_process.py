@@ -28,7 +28,7 @@ import numpy as np
 
 from synkhronos.casts import as_numbers, check_cast
 from synkhronos.data_objects.rows import get_share_slice
-from synkhronos.loading.augment import make_row_generator
+from synkhronos.loading.augment import augment_row
 from synkhronos.loading.ring import READ, SKIPPED, ReadPlan, Ring, RingLayout, iterate_units, order_rows
 from synkhronos.loading.sources import ArraySource, IterableSource, describe_row
 from synkhronos.ranks.child_process import JOB_SIGNALS, exit_with_parent, spawn
@@ -229,9 +229,12 @@ class _LoaderProcess:
         for i in range(share.start, share.stop):
             if self._is_replaced():
                 return
-            number, row = rows[i] if isinstance(config.source, IterableSource) else (int(rows[i]), None)
+            is_stream = isinstance(config.source, IterableSource)
+            number, row = rows[i] if is_stream else (int(rows[i]), None)
             try:
-                self._write_row(start + i, number, row, epoch, seed)
+                if isinstance(row, _StreamFailure):
+                    raise row.error
+                self._write_row(start + i, number, row if is_stream else config.source[number], epoch, seed)
                 row_status[i] = READ
             except Exception as error:
                 row_status[i] = SKIPPED
@@ -247,13 +250,8 @@ class _LoaderProcess:
         return True
 
     def _write_row(self, index: int, number: int, row: Any, epoch: int, seed: int) -> None:
-        """Augment a row and write it to index ``index``.  ``row`` is None if it still has to be read."""
-        if isinstance(row, _StreamFailure):
-            raise row.error
-        values = self.config.source[number] if row is None else row
-        values = values if isinstance(values, tuple | list) else (values,)
-        if self.config.augment is not None:
-            values = self.config.augment(tuple(values), make_row_generator(seed, epoch, number))
+        """Augment a row and write it to index ``index``."""
+        values = augment_row(row, self.config.augment, seed, epoch, number)
         if len(values) != len(self.arrays):
             raise ValueError(f"expected {len(self.arrays)} arrays, as in the first row, got {len(values)}")
         for i, (array, value) in enumerate(zip(self.arrays, values, strict=True)):
@@ -275,7 +273,7 @@ class _LoaderProcess:
             lines = "".join(traceback.format_exception(error))
             raise _UnreadableRowError(
                 f"{name} can't be read (row {number}, epoch {epoch}): {reason}. Repair it and continue after the last "
-                "batch, or skip such rows with on_error='skip'"
+                "batch, or call a trainer's epochs() again, or skip such rows with on_error='skip'"
                 f"\n\nThe traceback of loader {self.number}:\n{lines}"
             )
         if number not in self._reported_rows:

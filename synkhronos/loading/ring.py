@@ -41,8 +41,8 @@ _UNIT_BITS = 40
 _FAILED_AT_START = (1 << 64) - 1
 #: End of the message on the death of a loader process; format with the epoch and the row to resume from.
 RESUME_HINT = (
-    ". No data is lost: the ranks and their parameters are unchanged, and new loader processes continue from epoch={}, "
-    "start_row={}"
+    ". No data is lost: the ranks and their parameters are unchanged, and new loader processes continue at row {1} of "
+    "epoch {0}, with epoch={0}, start_row={1}, or when a trainer's epochs() is called again"
 )
 #: Size of a loader process's failure report.
 _REPORT_NBYTES = 1 << 14

@@ -20,8 +20,8 @@ from synkhronos.ranks.program_peers import ByteRange, find_byte_range
 class LocalRows:
     """Rows of an array in shared memory: the counterpart of a `synkhronos.Data` object in a program.
 
-    ``rows[selection]`` selects rows, in the given order; ``selection`` has the form of a call's ``batch``.  Rows are
-    copied when a function is called with them, or when NumPy reads them.
+    ``rows[selection]`` selects rows, in the given order; ``selection`` has the form of a call's ``batch``, except for
+    an integer.  Rows are copied when a function is called with them, or when NumPy reads them.
 
     Attributes
     ----------
@@ -64,6 +64,10 @@ class LocalRows:
         return len(self._array if self._selection is None else self._selection)
 
     def __getitem__(self, selection: Any) -> LocalRows:
+        if isinstance(selection, int | np.integer) and not isinstance(selection, bool):  # Data[5] is row 5
+            raise TypeError(
+                f"rows[{selection}]: expected rows[:{selection}], the first {selection} rows, or rows[[{selection}]]"
+            )
         rows, selected = select_rows(selection, len(self), "rows"), self._selection
         if isinstance(selected, range) and isinstance(rows, range):
             start, stop = (selected.start + selected.step * index for index in (rows.start, rows.stop))

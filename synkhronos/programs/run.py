@@ -135,7 +135,7 @@ class RunProgram(_RunProgramFields, Command):
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise TypeError(f"the result of the program can't be pickled: {error}") from error
         peers.barrier("the end of the program")
-        return gather_pickles(rank, pickled_result)
+        return gather_pickles(rank, pickled_result, "the result of the program")
 
     def _compile_functions(self, rank: Rank) -> None:
         """Compile the functions among the arguments: first on the master, which writes the compiler's cache."""

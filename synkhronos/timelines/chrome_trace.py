@@ -19,7 +19,10 @@ from synkhronos.timelines.spans import Span
 
 @dataclass(frozen=True, slots=True)
 class RankSpans:
-    """Spans of one rank, XLA's operations, and the nanoseconds by which the master's clock is ahead."""
+    """Spans of one rank, XLA's operations, and the nanoseconds by which the master's clock is ahead.
+
+    ``main_thread`` is the thread of the rank's commands; in the master, the one that has made most calls.
+    """
 
     rank: int
     host: str

@@ -7,7 +7,7 @@ import pickle
 import statistics
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from synkhronos import ranks
@@ -17,7 +17,7 @@ from synkhronos.engines.xla.profile import ProfiledOperation, XlaProfile
 from synkhronos.ranks import Command, PendingOperation, Rank
 from synkhronos.ranks.session import Session
 from synkhronos.timelines.chrome_trace import RankSpans, write_trace
-from synkhronos.timelines.spans import Span, SpanRecorder
+from synkhronos.timelines.spans import CALL_NAME, Span, SpanRecorder
 
 #: Number of readings of two hosts' clocks, from which the clock offset is estimated.
 _CLOCK_READINGS = 15
@@ -51,13 +51,15 @@ class StopRecording(Command):
         recorder.spans.clear()
         clock_offset_ns = _estimate_clock_offset_ns(rank)
         xla_operations = rank.registry.get_or_create(XlaProfile).stop()
-        return gather_pickles(rank, pickle.dumps(_make_rank_spans(rank, spans, clock_offset_ns, xla_operations)))
+        rank_spans = _make_rank_spans(rank, spans, clock_offset_ns, xla_operations)
+        return gather_pickles(rank, pickle.dumps(rank_spans), "the recording")
 
 
 def _make_rank_spans(
-    rank: Rank, spans: Iterable[Span], clock_offset_ns: int = 0, xla_operations: Sequence[ProfiledOperation] = ()
+    rank: Rank, spans: Collection[Span], clock_offset_ns: int = 0, xla_operations: Sequence[ProfiledOperation] = ()
 ) -> RankSpans:
-    thread = threading.main_thread().ident or 0
+    callers = [thread for name, *_, thread in spans if name == CALL_NAME]  # in the master alone
+    thread = statistics.mode(callers or [threading.main_thread().ident or 0])
     return RankSpans(rank.number, os.uname().nodename, thread, clock_offset_ns, list(spans), list(xla_operations))
 
 

@@ -231,6 +231,20 @@ def test_run_folder_without_results_is_reused(monkeypatch, tmp_path):
         (tmp_path / name).unlink()
 
 
+def test_run_folder_of_another_run_than_the_resumed_one_is_refused(monkeypatch, tmp_path):
+    monkeypatch.chdir(SUPPORT)
+    pytest.importorskip("safetensors")
+    for name in ("a", "b"):
+        (tmp_path / name / "checkpoints" / "rows-000000000001").mkdir(parents=True)
+        (tmp_path / name / "checkpoints" / "rows-000000000001" / "meta.json").touch()
+        (tmp_path / name / "settings.json").touch()
+    resume = tmp_path / "a" / "checkpoints" / "rows-000000000001"
+    with pytest.raises(SettingsError, match=f"folder: {tmp_path}/b has another run than {resume}: choose another"):
+        resolve_settings([{**MODEL, "folder": f"{tmp_path}/b", "resume": str(resume)}])
+    for folder in ("a", "new"):
+        assert resolve_settings([{**MODEL, "folder": str(tmp_path / folder), "resume": str(resume)}]).resume
+
+
 def test_session_file_expands_tilde(monkeypatch, tmp_path):
     monkeypatch.chdir(SUPPORT)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -367,6 +381,25 @@ def test_texts_like_numbers_and_dates_are_texts_where_expected(text):
 def test_values_in_quotation_marks_and_dates_are_texts():
     assert parse_set_option("folder='a b'") == {"folder": "a b"}
     assert parse_set_option("config.day=2026-11-27") == {"config": {"day": "2026-11-27"}}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("False", False),
+        ("None", None),
+        (" .5 ", 0.5),
+        ("-1.", -1.0),
+        ("[True, .5]", [True, 0.5]),
+        ("a b", "a b"),
+        ("007", "007"),
+        ("(1, 2)", "(1, 2)"),
+        ("1,2", "1,2"),
+    ],
+)
+def test_values_may_have_python_spelling(text, value):
+    parsed = parse_set_option(f"config.x={text}")["config"]["x"]
+    assert parsed == value and type(parsed) is type(value)
 
 
 # -- precedence of settings ----------------------------------------------------------------------------------

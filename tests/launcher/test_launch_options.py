@@ -125,6 +125,24 @@ def test_model_loss_scale_skips_an_overflow_and_resumes(tmp_path, ranks):
     np.testing.assert_allclose(values, [w, average], rtol=1e-4)
 
 
+@slow
+def test_equal_steps_from_other_rows_are_no_error(tmp_path):
+    train(tmp_path, "LionRegression", 2, epochs=4)
+
+
+@slow
+def test_epoch_of_skipped_overflows_is_no_error(tmp_path):
+    train(tmp_path, "AlwaysOverflowingRegression", 2, epochs=1)
+    state = (tmp_path / "rank-0.log").read_text().rsplit("state ", 1)[1].split("\n")[0]
+    assert ast.literal_eval(state) == [2.0**5, 0, [0] * 3, [0] * 3]  # after 10 steps
+
+
+def test_patience_without_validation_is_refused_before_the_first_epoch(tmp_path):
+    done = train(tmp_path, "RegressionWithoutValidation", 2, patience=1, status=1)
+    assert "keep_best, patience: RegressionWithoutValidation lacks:\n  metric 'cost', got loss" in done.stderr
+    assert "epoch 1" not in done.stdout
+
+
 needs_lasagne = pytest.mark.skipif(find_spec("lasagne") is None, reason="a class with a layer of Lasagne's kind")
 
 

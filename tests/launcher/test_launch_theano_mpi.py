@@ -233,8 +233,8 @@ def test_cdd_pending_gradients_survive_another_number_of_ranks():
     ("name", "settings", "words"),
     [
         ("UntrainedRegression", {"rule": "EASGD"}, "no parameter has changed in 3 steps: this run trains nothing"),
-        ("EqualRowsRegression", {}, "ranks 0 and 1 have taken the same steps: they train on the same rows"),
-        ("EqualRowsTwoFunctionRegression", {}, "ranks 0 and 1 have taken the same steps"),
+        ("EqualRowsRegression", {}, "ranks 0 and 1 have taken equal steps of equal costs, as from the same rows"),
+        ("EqualRowsTwoFunctionRegression", {}, "ranks 0 and 1 have taken equal steps"),
     ],
 )
 @pytest.mark.slow
@@ -249,7 +249,7 @@ def test_training_with_an_infinite_parameter_is_no_training_of_nothing():
     check = SanityCheck(params, params)
     for _ in range(50):
         params[1].set_value(params[1].get_value() + 1)
-        check.record_step()
+        check.record_step(lambda: 1.0)
     check.check_params_change(0.1, has_epoch_ended=False)
 
 
@@ -279,7 +279,7 @@ print("-- status", check_class("launch_models/theano_mpi.py:Regression", {{"rule
     for name in ("Regression", "OneFunctionRegression", "EASGD"):
         assert reports[name].endswith(": no problem found, on one rank and on two\n-- status 0\n"), reports[name]
     assert "UntrainedRegression: train_iter() changes none of params\n-- status 1" in reports["UntrainedRegression"]
-    message = "with size 2 ranks 0 and 1 have taken the same steps: they train on the same rows"
+    message = "with size 2 ranks 0 and 1 have taken equal steps of equal costs, as from the same rows"
     assert (
         f"EqualRowsRegression: {message}" in reports["EqualRowsRegression"]
         and f"EqualRowsTwoFunctionRegression: {message}" in reports["EqualRowsTwoFunctionRegression"]

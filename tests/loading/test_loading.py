@@ -21,9 +21,11 @@ from loading_sources import (
     DeepErrorPictures,
     MixedDtypeRows,
     NumberedPictures,
+    OwnArrays,
     PictureIterable,
     SlowPictures,
     add_noise,
+    add_one_in_place,
     make_order,
     make_picture,
 )
@@ -50,6 +52,20 @@ def check_and_read_labels(batches):
             np.testing.assert_array_equal(image, make_picture(number))
         labels.append(numbers.tolist())
     return labels
+
+
+@pytest.mark.usefixtures("forked_loaders")
+@pytest.mark.parametrize("kind", ["contiguous", "strided", "an object", "an iterable"])
+def test_augmentation_may_overwrite_its_row(kind):
+    rows = np.zeros((3, 4))[:, ::2] if kind == "strided" else np.zeros((3, 2))
+    source = {"an object": OwnArrays(rows), "an iterable": list(rows).copy}.get(kind, [rows])
+    loader = Loader(source, augment=add_one_in_place, shuffle=False)
+    try:
+        for epoch in range(2):
+            assert [batch[0].tolist() for batch in loader.arrays(epoch, 3)] == [[[1, 1]] * 3]
+    finally:
+        loader.close()
+    assert not rows.any()
 
 
 # -- order ---------------------------------------------------------------------------------------------------

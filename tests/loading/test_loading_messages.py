@@ -138,6 +138,7 @@ CALLS = {
     "arrays without rows": (ValueError, "source", lambda: Loader([np.ones((0, 2))])),
     "arrays of different lengths": (ValueError, "source", lambda: Loader([np.ones(3), np.ones(4)])),
     "an array of strings": (TypeError, "source", lambda: Loader([np.array(["a"])])),
+    "an iterable of None": (TypeError, "source", lambda: Loader(lambda: [None])),
     "a number in place of an array": (ValueError, "source", lambda: Loader([3])),
     "a masked array": (TypeError, "source", lambda: Loader([np.ma.masked_array([1, 2], [0, 1])])),
     "rows that are strings": (TypeError, "source", lambda: Loader(lambda: iter(["abc"]))),

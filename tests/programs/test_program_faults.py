@@ -202,13 +202,17 @@ def test_timeout_names_a_rank_without_progress(two_ranks_per_test):
 # -- errors --------------------------------------------------------------------------------------------------
 
 
-def test_run_refuses_unpicklable_values(two_ranks_per_test):
+def test_run_refuses_wrong_values(two_ranks_per_test):
     with pytest.raises(TypeError, match=r"a program has to be a function of a module"):
         synk.run(lambda context: 0)
     with pytest.raises(TypeError, match="program: expected a function, got 3"):
         synk.run(3)
     with pytest.raises((TypeError, synk.WorkerError), match="can't be pickled"):  # depending on which rank fails first
         synk.run(programs.return_a_lambda)
+    with pytest.raises(TypeError, match="the result of the program of rank 1 can't be unpickled: TypeError: .*'b'"):
+        synk.run(programs.return_an_error_of_two_arguments)
+    with pytest.raises((TypeError, synk.WorkerError), match=r"rows\[5\]: expected rows\[:5\], the first 5"):
+        synk.run(programs.select_rows_by_an_integer, synk.data(list(range(9))))
 
 
 @pytest.mark.parametrize(

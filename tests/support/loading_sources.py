@@ -36,6 +36,25 @@ def make_order(count, seed=0, epoch=0):
     return np.random.default_rng((seed, epoch)).permutation(count)
 
 
+class OwnArrays:
+    """Rows that are arrays of the source itself."""
+
+    def __init__(self, rows):
+        self.rows = list(rows)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, row):
+        return self.rows[row]
+
+
+def add_one_in_place(row, random):
+    """Add 1 to each element of a row's only array."""
+    row[0][...] += 1
+    return row
+
+
 class DamagedPictures(NumberedPictures):
     """Rows of which some raise errors, have another shape, or kill their process."""
 

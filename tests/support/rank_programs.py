@@ -315,6 +315,21 @@ def return_a_lambda(context):
     return lambda: 0
 
 
+class TwoArgumentsError(Exception):
+    """Exception whose pickle can't be read, as its class needs two arguments."""
+
+    def __init__(self, a, b):
+        super().__init__(f"{a} {b}")
+
+
+def return_an_error_of_two_arguments(context):
+    return TwoArgumentsError(1, 2) if context.number else None
+
+
+def select_rows_by_an_integer(context, rows):
+    return rows[np.int64(5)]
+
+
 def call_wrongly(context, call):
     me = context.number
     {

@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import signal
+import threading
 
 import numpy as np
 import pytest
@@ -61,6 +62,16 @@ def test_timeline_records_every_rank(step, tmp_path):
         assert all(
             a.end <= b.start for a, b in zip(timeline_of_rank.activities, timeline_of_rank.activities[1:], strict=False)
         )
+
+
+def test_timeline_of_calls_in_a_thread_has_a_report(step, tmp_path):
+    path = tmp_path / "run.json"
+    with synk.timeline(path):
+        thread = threading.Thread(target=call_and_all_reduce, args=(step,))
+        thread.start()
+        thread.join()
+    timelines = timeline_report.read_timelines(str(path))
+    assert len(timelines[0].calls) >= 6 and not timelines[1].calls
 
 
 def test_timeline_records_every_collective(step, tmp_path):

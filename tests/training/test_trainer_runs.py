@@ -419,6 +419,22 @@ def test_checkpoint_folder_is_locked_by_a_trainer(fork, tmp_path):
     assert [checkpoints.load(path).meta["epoch"] for path in checkpoints.list_paths()] == [1, 2]
 
 
+def test_folder_of_another_training_than_the_resumed_one_is_refused(fork, tmp_path):
+    fork(1)
+    first, other = CheckpointFolder(tmp_path / "first"), CheckpointFolder(tmp_path / "other")
+    list(Model("BSP").epochs(5, 1, checkpoints=first))
+    list(Model("BSP").epochs(5, 3, checkpoints=other))
+    (path,), others = first.list_paths(), other.list_paths()
+    model = Model("BSP")
+    with pytest.raises(CheckpointError, match=f"{other.folder} has checkpoints of another training run than {path}: "):
+        list(model.epochs(5, 2, checkpoints=other, resume=path))
+    assert other.list_paths() == others and len(others) == 3
+    (tmp_path / "link").symlink_to(first.folder)
+    list(model.epochs(5, 2, checkpoints=first, resume=tmp_path / "link" / path.name))
+    empty = CheckpointFolder(tmp_path / "empty")
+    assert [report.epoch for report in Model("BSP").epochs(5, 3, checkpoints=empty, resume=path)] == [2, 3]
+
+
 # -- datasets that change --------------------------------------------------------------------------------------
 
 

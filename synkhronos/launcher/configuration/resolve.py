@@ -26,7 +26,7 @@ from synkhronos.launcher.configuration.settings import (
     normalize_exchange_rule_name,
 )
 from synkhronos.launcher.configuration.sources import merge_sources
-from synkhronos.training.checkpoints.checkpoint_folder import list_checkpoints
+from synkhronos.training.checkpoints.checkpoint_folder import is_in_folder, list_checkpoints
 from synkhronos.training.monitoring.best_cost import parse_monitored_metric
 
 _TRUE_WORDS = {"true", "yes", "on", "1"}
@@ -94,14 +94,15 @@ def _check_checkpoint_settings(settings: Settings) -> None:
 
 
 def _check_folder(settings: Settings) -> None:
-    """Raise SettingsError if the run's folder can't be used for a new run, or has no checkpoint to resume from."""
-    folder = Path(settings.folder)
-    if settings.resume is None:
+    """Raise SettingsError if the folder has another run than the one to resume, or no checkpoint to resume from."""
+    folder, resume = Path(settings.folder), settings.resume
+    if resume is None or resume != "latest" and not is_in_folder(resume, folder / "checkpoints"):
         if (folder / SETTINGS_FILE).exists() and any(any(folder.glob(pattern)) for pattern in _RESULT_FILES):
+            found = "a run already" if resume is None else f"another run than {resume}"
             raise SettingsError(
-                f"folder: {folder} has a run already: choose another folder, or continue the run with --resume"
+                f"folder: {folder} has {found}: choose another folder, or continue the run with --resume"
             )
-    elif settings.resume == "latest" and not list_checkpoints(folder / "checkpoints"):
+    elif resume == "latest" and not list_checkpoints(folder / "checkpoints"):
         raise SettingsError(
             f"resume: expected a checkpoint in {folder / 'checkpoints'}, found none; folder has to be that of the run "
             "to resume"

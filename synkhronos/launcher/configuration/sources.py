@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import json
 import os
 import tomllib
@@ -81,11 +83,17 @@ def parse_set_option(text: str) -> dict[str, Any]:
 
 
 def _parse_value(text: str, setting: str) -> Any:
-    """Parse the TOML value of a setting, or of an entry of one.  Return dates, and text that is not TOML, unchanged."""
+    """Parse the value of a setting, or of an entry of one: in TOML, or Python's True, False, None, number or list.
+
+    Return dates, and any other text, unchanged.
+    """
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        return text.strip()
+        value = text = text.strip()
+        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):  # as `ast.literal_eval` raises
+            literal = ast.literal_eval(text)
+            value = literal if isinstance(literal, bool | int | float | list | None) else text
     # Unquoted, a folder may be named as a number or a date.
     is_text = setting in _STRING_SETTINGS and not isinstance(value, str) or isinstance(value, date | time)
     return text.strip() if is_text else value

@@ -22,6 +22,8 @@ class ModelData:
     training, validation : Loader, or list of arrays
     n_batch_train, n_batch_val : int
         Numbers of this rank's batches in an epoch, and in a validation.
+    has_validation : bool
+        Whether there are rows to validate, on this rank or another.
     """
 
     def __init__(self, loaded: Any, model_name: str, batch_size: Any, rank: int, size: int, seed: int):
@@ -34,7 +36,7 @@ class ModelData:
                 f"{model_name}.batch_size: expected an integer from 1 to {rows}, as {size} ranks share {n_train} rows, "
                 f"got {batch_size!r}"
             )
-        self.n_batch_train = rows // batch_size
+        self.n_batch_train, self.has_validation = rows // batch_size, n_val > 0
         if isinstance(self.validation, Loader):
             self.n_batch_val = len(range(rank * batch_size, n_val, size * batch_size))
         else:

@@ -58,7 +58,7 @@ class ModelRecorder:
         self._recorder = recorder
         self.meter = Meter(rank, [self], _weigh_costs)
         self._clock_start: float | None = None
-        self._last_weight: Any = 0
+        self._last_cost, self._last_weight = math.nan, 0  # type: Any, Any
         self.learning_rate = math.nan
         self.clear_train_info()
         self._reset_validation()
@@ -85,7 +85,7 @@ class ModelRecorder:
     def train_error(self, count: int, cost: Any, error: Any = None, weight: Any = 1) -> None:
         """Record the cost of an iteration, a mean over ``weight`` items.  A cost of weight 0 is ignored."""
         self.meter.add_loss(cost, weight)
-        self._last_weight = weight
+        self._last_cost, self._last_weight = cost, weight
         if error is not None:
             self._errors.append((error, weight))
 
@@ -194,6 +194,10 @@ class ModelRecorder:
     def get_last_weight(self) -> float:
         """Return the weight of the last cost, or 0 if there was none since the last line."""
         return _to_float(self._last_weight)
+
+    def get_last_cost(self) -> float:
+        """Return the last cost, or NaN before the first one."""
+        return _to_float(self._last_cost)
 
     def take_validation_sums(self) -> tuple[float, dict[str, float]]:
         """Return the weight of a validation's batches, and its weighted sums by name.  Reset both."""

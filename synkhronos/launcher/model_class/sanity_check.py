@@ -4,7 +4,7 @@ Neither mistake of a model class raises an error by itself.  If no parameter cha
 ranks.  If ranks compute equal steps, it wastes the time of all but one.  To detect both, hashes of variables are
 compared in the first steps::
 
-    steps 1, 2, 3      hash of the results of the step  --> must differ between ranks
+    steps 1, 2, 3      hash of the step's results, cost --> must differ between ranks
     step 50, or        hash of all parameters           --> must differ from the hash before the first step
     end of an epoch
 """
@@ -12,7 +12,7 @@ compared in the first steps::
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,8 +26,8 @@ _MAX_UNCHANGED_STEPS = 50
 #: Number of first steps whose hashes ranks compare.
 _N_COMPARED_STEPS = 3
 EQUAL_STEPS_MESSAGE = (
-    "ranks {} and {} have taken the same steps: they train on the same rows in the same order; the class has to choose "
-    "its rows by config['rank'] and config['size']"
+    "ranks {} and {} have taken equal steps of equal costs, as from the same rows in the same order; the class has to "
+    "choose its rows by config['rank'] and config['size']"
 )
 
 
@@ -38,8 +38,9 @@ class IneffectiveTrainingError(RuntimeError):
 class SanityCheck:
     """Checks a rank's first steps: the steps must change parameters, and differ from other ranks' steps.
 
-    ``step_variables`` are the variables that a step computes from this rank's rows, before the exchange: parameters
-    or gradients.
+    ``params`` are variables of which a step must change one: parameters, and scales of the loss, which a skipped step
+    lowers.  ``step_variables`` are the variables that a step computes from this rank's rows, before the exchange:
+    parameters or gradients.
     """
 
     def __init__(self, params: list[SharedVariable], step_variables: list[Any]):
@@ -49,11 +50,11 @@ class SanityCheck:
         self._n_steps = 0
         self._has_changed = self._is_compared = False
 
-    def record_step(self) -> bool:
+    def record_step(self, get_cost: Callable[[], float]) -> bool:
         """Record a step before the exchange makes ranks equal.  Return True if ranks should be compared now."""
         self._n_steps += 1
         if len(self._step_hashes) < _N_COMPARED_STEPS:
-            self._step_hashes.append(hash_step(self._step_values))
+            self._step_hashes.append(hash_step(self._step_values, get_cost()))
         return not self._is_compared and len(self._step_hashes) == _N_COMPARED_STEPS
 
     def check_params_change(self, learning_rate: float, has_epoch_ended: bool) -> None:
@@ -75,7 +76,7 @@ class SanityCheck:
         if self._is_compared:
             return
         self._is_compared = True
-        has_stepped = bool(self._step_hashes) and self._step_hashes[-1] != self._initial_step_hash
+        has_stepped = hash_values(self._step_values) != self._initial_step_hash
         if equal_ranks := find_ranks_with_equal_steps(context.all_gather(self._step_hashes if has_stepped else None)):
             raise IneffectiveTrainingError(EQUAL_STEPS_MESSAGE.format(*equal_ranks))
 
@@ -97,9 +98,12 @@ def find_ranks_with_equal_steps(step_hashes_by_rank: Sequence[list[str] | None])
     return None
 
 
-def hash_step(step_values: FlatVariables) -> str:
-    """Return a hash of the values that a step has computed, or "" if some are NaN or infinite."""
-    return hash_values(step_values) if np.isfinite(step_values.to_numpy()).all() else ""
+def hash_step(step_values: FlatVariables, cost: float) -> str:
+    """Return a hash of the values that a step has computed, and its cost, or "" if some values are NaN or infinite.
+
+    Without the cost, steps from other rows may be equal, as those of a rule that takes signs.
+    """
+    return f"{hash_values(step_values)} {cost}" if np.isfinite(step_values.to_numpy()).all() else ""
 
 
 def hash_values(vector: FlatVariables) -> str:

@@ -99,7 +99,7 @@ class ModelBatchLoop(BatchLoop):
 
     def _check_step(self) -> None:
         """Check that steps change parameters, and that synchronous ranks take different ones."""
-        if self.sanity_check.record_step() and not self.exchange_rule.asynchronous:
+        if self.sanity_check.record_step(self.recorder.get_last_cost) and not self.exchange_rule.asynchronous:
             self.sanity_check.compare_ranks(self.context)
         self.sanity_check.check_params_change(self.recorder.learning_rate, has_epoch_ended=False)
 

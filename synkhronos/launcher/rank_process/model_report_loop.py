@@ -6,12 +6,14 @@ import math
 import os
 import sys
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
 from synkhronos.devices import get_array_device
 from synkhronos.exchange_rules import Swap
 from synkhronos.graph_libraries import get_library
+from synkhronos.launcher.configuration.settings import Settings
 from synkhronos.launcher.model_class.model import Model
 from synkhronos.launcher.model_class.model_data import ModelData
 from synkhronos.launcher.model_class.model_interface import (
@@ -38,6 +40,7 @@ from synkhronos.training.monitoring.meter import RankTotals
 from synkhronos.training.monitoring.nonfinite import describe_nonfinite
 from synkhronos.training.monitoring.recorder import Recorder
 from synkhronos.training.monitoring.report import Report, make_report
+from synkhronos.training.updates.loss_scaling import LOSS_SCALE_NAME
 
 #: Number of epochs over which the learning rate rises to its value times the number of ranks, as in Theano-MPI.
 _WARMUP_EPOCHS = 5
@@ -58,7 +61,10 @@ class ModelReportLoop(ReportLoop):
         step_variables = (
             self.model.vels if isinstance(state.exchange_rule, GradientSumRule) else state.variables.exchanged_variables
         )
-        self.sanity_check = SanityCheck(list(self.model.params), step_variables)
+        scales = [shared for shared in state.variables.optimizer_state if shared.name == LOSS_SCALE_NAME]
+        self.sanity_check = SanityCheck([*self.model.params, *scales], step_variables)
+        if isinstance(self.model.data, ModelData) and not self.model.data.has_validation:
+            _choose_metric(settings, ["loss"])
         if arguments.checkpoint_path is None:
             state.exchange_rule.setup(state.context, state.exchange_state)
         else:
@@ -132,17 +138,11 @@ class ModelReportLoop(ReportLoop):
 
     def observe(self, report: Report) -> bool:
         """Compare a report with the best one, if ``keep_best`` or ``patience`` is set.  Return True if it is better."""
-        if self.settings.patience is None and self.settings.keep_best is None:
+        metric = _choose_metric(self.settings, list(report.metrics))
+        if metric is None:
             return False
-        metrics = report.metrics
-        name, mode = self.settings.keep_best or (next((n for n in metrics if n != "loss"), "cost"), "min")
-        if name not in metrics:
-            names = ", ".join(metrics) or "nothing"
-            raise ModelInterfaceError(
-                f"keep_best, patience: {self.settings.modelclass} lacks:\n  metric {name!r}, got {names}"
-            )
-        self.metric = name, mode
-        self.best_cost.set_label(f"{name} {mode}")
+        self.metric = metric
+        self.best_cost.set_label(" ".join(metric))
         return super().observe(report)
 
     def train(self) -> bool:
@@ -283,3 +283,18 @@ class ModelReportLoop(ReportLoop):
             self.state.restore(str(best))
             self.state.set_params_to_consensus()
             self._save_params("best.npz")
+
+
+def _choose_metric(settings: Settings, names: Sequence[str]) -> tuple[str, str] | None:
+    """Return the metric of ``keep_best`` or ``patience``, and "min" or "max"; None if neither is set.
+
+    Raise ModelInterfaceError if the metric is not among ``names``.
+    """
+    if settings.patience is None and settings.keep_best is None:
+        return None
+    name, mode = settings.keep_best or (next((n for n in names if n != "loss"), "cost"), "min")
+    if name not in names:
+        raise ModelInterfaceError(
+            f"keep_best, patience: {settings.modelclass} lacks:\n  metric {name!r}, got {', '.join(names) or 'nothing'}"
+        )
+    return name, mode

@@ -258,6 +258,11 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted((path for path in folder.glob("rows-*") if _NAME_PATTERN.fullmatch(path.name)), key=_make_sort_key)
 
 
+def is_in_folder(path: str | os.PathLike[str], folder: Path) -> bool:
+    """Whether a checkpoint is in this folder, and not in that of another run."""
+    return Path(path).resolve().parent == folder.resolve()
+
+
 def copy_checkpoint(path: Path, folder: Path) -> Path:
     """Copy a checkpoint into another folder, unless that folder has it.  Return its path there."""
     copy = folder / path.name

@@ -30,7 +30,7 @@ from synkhronos.ranks import WorkerError
 from synkhronos.replication.replicator import Replicator
 from synkhronos.training import schedules
 from synkhronos.training.checkpoints import rank_state
-from synkhronos.training.checkpoints.checkpoint_folder import CheckpointFolder
+from synkhronos.training.checkpoints.checkpoint_folder import CheckpointError, CheckpointFolder, is_in_folder
 from synkhronos.training.loops.report_loop import ReportLoop
 from synkhronos.training.loops.stop_signals import get_stop_signal
 from synkhronos.training.monitoring.best_cost import BestCost
@@ -109,6 +109,11 @@ class TrainerReportLoop(ReportLoop):
             assert checkpoints is not None
             resume = next(reversed(checkpoints.list_paths()), None)
         if resume is not None:
+            if checkpoints is not None and checkpoints.list_paths() and not is_in_folder(resume, checkpoints.folder):
+                raise CheckpointError(
+                    f"checkpoints: {checkpoints.folder} has checkpoints of another training run than {resume}: resume "
+                    "from one of these, or name another folder"
+                )
             n_rows_seen = state.restore(resume, self.data, model.schedule)
             self._remove_later_records(n_rows_seen)
         elif self.position.epoch_position and self.position.order_key != self.data.order_key:

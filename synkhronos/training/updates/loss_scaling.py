@@ -20,6 +20,8 @@ from synkhronos.training.updates.arguments import as_gradients, parse_params
 from synkhronos.training.updates.update_rule import RuleUpdates
 from synkhronos.variable_types import SharedVariable, Variable
 
+#: Name of the scale's variable.
+LOSS_SCALE_NAME = "loss_scale"
 #: Initial scale: the largest power of two in float16.
 _INITIAL_SCALE = 2.0**15
 #: Number of successive finite steps after which the scale is doubled.
@@ -38,7 +40,7 @@ def compute_gradients_with_loss_scale(
     params = parse_params(params)
     as_gradients(loss, params)
     library = get_library(*params)
-    scale = library.shared(np.asarray(_INITIAL_SCALE, "float32"), name="loss_scale")
+    scale = library.shared(np.asarray(_INITIAL_SCALE, "float32"), name=LOSS_SCALE_NAME)
     grads = as_gradients(loss * library.tensor.cast(scale, loss.dtype), params)
     return scale, [library.tensor.cast(g, str(np.result_type(g.dtype, np.float32))) / scale for g in grads]
 

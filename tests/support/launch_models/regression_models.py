@@ -7,7 +7,7 @@ from masks import make_masked_rows
 
 from synkhronos.launcher import Model
 from synkhronos.training.train_function.training_graph import build_local_updates
-from synkhronos.training.updates import adamw, sgd
+from synkhronos.training.updates import adamw, lion, sgd
 
 
 class LinearRegression(Model):
@@ -111,6 +111,26 @@ class LasagneStyleRegression(RankIndependentRegression):
         return {p: p - learning_rate * g for p, g in zip(params, loss_or_grads, strict=True)}
 
 
+class LionRegression(LinearRegression):
+    """Its steps are signs, which are equal on all ranks while the parameters are far from the optimum."""
+
+    batch_size = 60
+
+    def load(self):
+        (x, _), (x_valid, _) = super().load()
+        return [x, x.sum(axis=1) * 9], [x_valid, x_valid.sum(axis=1) * 9]
+
+    def updates(self, loss_or_grads, params, learning_rate):
+        return build_local_updates(lion(loss_or_grads, params, learning_rate=learning_rate / 100))
+
+
+class RegressionWithoutValidation(LinearRegression):
+    """Regression on training data alone."""
+
+    def load(self):
+        return super().load()[0], []
+
+
 class OverflowingRegression(RankIndependentRegression):
     """Row 0 is so large that its scaled gradient overflows: on the rank that has it, in one step of each epoch."""
 
@@ -134,6 +154,15 @@ class OverflowingRegression(RankIndependentRegression):
         state = {entry.variable.name: entry.variable.get_value() for entry in self._apply_fn.maker.inputs}
         values = [state[name].tolist() for name in ("loss_scale", "loss_scale_steps", "w", "w_ema")]
         print(f"state {values}\n", end="")
+
+
+class AlwaysOverflowingRegression(OverflowingRegression):
+    """The scaled gradients of all steps of the first epoch overflow."""
+
+    def load(self):
+        (x, y), valid = super().load()
+        x[:], y[:] = [1e19, 0, 0], -5e18
+        return [x, y], valid
 
 
 class ConfiguredRegression(RankIndependentRegression):
