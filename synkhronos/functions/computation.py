@@ -30,6 +30,7 @@ from synkhronos.engines.outputs import OutputSpec
 from synkhronos.functions.rank_mean_context import count_rank_means
 from synkhronos.graph_libraries import GraphLibrary
 from synkhronos.graph_libraries.library import CompileOrder, InputSpec
+from synkhronos.replication.replicator import SharedsOwner
 from synkhronos.replication.user_code import UserCode
 from synkhronos.variable_types import SharedVariable, Variable
 
@@ -77,7 +78,7 @@ class CompiledVariant(NamedTuple):
 
 
 @dataclass
-class Computation:
+class Computation(SharedsOwner):
     """The graph of a function, with its reductions and compiled variants."""
 
     #: The scattered inputs, then the broadcast inputs.

@@ -16,6 +16,7 @@ The master holds weak references: a variable that the user has dropped is releas
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib
 import io
@@ -25,9 +26,10 @@ import pickle
 import sys
 import warnings
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -42,6 +44,7 @@ from synkhronos.ranks import ArrayLocation, Command, Rank, Session
 from synkhronos.ranks.pickle_buffers import measure_buffers, read_buffers, write_buffers
 from synkhronos.replication.random_streams import JumpStreams, jump_shared_to_rank, reserve_streams
 from synkhronos.replication.user_code import (
+    CACHED_FUNCTION_TYPE,
     QualifiedName,
     UserCode,
     find_outdated_modules,
@@ -69,6 +72,14 @@ def register_shareds(shareds: Iterable[SharedVariable]) -> None:
 def is_registered(shared: SharedVariable) -> bool:
     """Whether a function uses the shared variable."""
     return shared in _registered_shareds
+
+
+class SharedsOwner(ABC):
+    """A sent object with shared variables, such as a `Computation`, which each rank moves to its device."""
+
+    @abstractmethod
+    def move_shareds_to_device(self) -> None:
+        """Move the values of the shared variables to the device, if the device requires it."""
 
 
 class CollectiveCache(BoundedCache[Any, Any]):
@@ -223,7 +234,7 @@ class Replicator:
         session = self._session()
         assert session is not None
         buffers: list[pickle.PickleBuffer] = []
-        stream, code = io.BytesIO(), UserCode()
+        stream, code = io.BytesIO(), UserCode(self._modules_by_value)
         try:
             with _pickle_by_value(self._modules_by_value):
                 _Pickler(stream, self._keys, buffers, self._modules_by_value, code).dump(value)
@@ -329,7 +340,7 @@ class ReceiveObjects(Command):
             if get_library(shared).is_generator(shared):
                 jump_shared_to_rank(shared, rank, offset)
         for _, value in values[len(offsets) :]:
-            if hasattr(value, "move_shareds_to_device"):  # a `Computation`
+            if isinstance(value, SharedsOwner):
                 value.move_shareds_to_device()
         return set()
 
@@ -363,15 +374,24 @@ class _Pickler(cloudpickle.Pickler):
 
     def reducer_override(self, value: object) -> Any:
         if isinstance(value, type | FunctionType) and is_user_module(value.__module__):
-            is_by_name = value.__module__ not in self._modules_by_value and is_importable(value)
-            self._code.add(value, is_by_name)
-            return value.__qualname__ if is_by_name else super().reducer_override(value)
+            is_by_value = self._is_by_value(value)
+            self._code.add(value, not is_by_value)
+            return super().reducer_override(value) if is_by_value else value.__qualname__
+        if isinstance(value, CACHED_FUNCTION_TYPE) and self._is_by_value(value):  # pickle would send its name
+            return _cache_function, (value.__wrapped__, value.cache_parameters())
+        if isinstance(value, ModuleType) and value.__name__ in self._modules_by_value:
+            # Cloudpickle's way would recurse without end for modules that import each other.
+            state = {name: content for name, content in vars(value).items() if not name.startswith("__")}
+            return ModuleType, (value.__name__,), state, None, None, _update_module
         if is_variable(value) and not get_library(value).is_shared(value):
             return _reduce_without_user_attributes(value)
         # Unpickling a device's array could start the device's runtime in the wrong process.
         if (device := find_device(value)).must_move_shared_values:
             return device.to_numpy(value).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return super().reducer_override(value)
+
+    def _is_by_value(self, value: Any) -> bool:
+        return value.__module__ in self._modules_by_value or not is_importable(value)
 
     def persistent_id(self, value: object) -> Any:
         if getattr(value, "container", None) is None:  # fast path: pickle calls this for every object
@@ -392,6 +412,14 @@ def _reduce_without_user_attributes(variable: Variable) -> tuple[Any, ...]:
         own_attributes = vars(variable.clone())
         others[0] = {name: value for name, value in others[0].items() if name in own_attributes}
     return function, arguments, *others
+
+
+def _update_module(module: ModuleType, state: dict[str, Any]) -> None:
+    vars(module).update(state)
+
+
+def _cache_function(function: FunctionType, parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
 
 
 class _Unpickler(pickle.Unpickler):

@@ -2,8 +2,8 @@
 
 A pickle contains the name of a class or function, which the worker imports.  A worker has the code of the time of the
 fork.  The user may have edited code since, as by running a notebook's cell again or reloading a module.  The worker
-then has an old version of it, or none.  Each name is therefore sent with a digest, and a module whose digest differs on
-a worker is sent by value.
+then has an old version of it, or none.  Each name is therefore sent with a digest, as is each ``module.name`` in the
+code.  A module of which a digest differs on a worker is sent by value.
 
     master: UserCode.list_digests() --names, digests--> workers: find_outdated_modules() --modules--> send their code
 
@@ -16,15 +16,26 @@ import dis
 import functools
 import hashlib
 import importlib
+import itertools
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 _MISSING = object()
+#: Type of functions that `functools.cache` has wrapped.
+CACHED_FUNCTION_TYPE = type(functools.cache(len))
+#: Attributes with the code that wrappers of other packages call.
+_WRAPPER_ATTRIBUTES: dict[type, tuple[str, ...]] = {
+    CACHED_FUNCTION_TYPE: ("__wrapped__",),
+    functools.cached_property: ("func",),
+    functools.partial: ("func", "args", "keywords"),
+    functools.partialmethod: ("func", "args", "keywords"),
+    np.vectorize: ("pyfunc",),
+}
 _PACKAGE_FOLDER = Path(__file__).resolve().parent.parent
 #: Class attributes that Python sets.
 _GENERATED_ATTRIBUTES = frozenset(
@@ -34,17 +45,21 @@ _GENERATED_ATTRIBUTES = frozenset(
 
 #: Module and qualified name of a class or function.
 QualifiedName = tuple[str, str]
+#: Global variables, as ``("name",)``, and attributes of modules, as ``("module", "name")``.
+_Paths = set[tuple[str, ...]]
 
 
 class UserCode:
     """The user's classes and functions in a pickle, and their digests.
 
-    Call `add` for each while pickling, then `update_digests`.
+    Call `add` for each while pickling, then `update_digests`.  ``modules_by_value`` are pickled by value.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, modules_by_value: Collection[str] = ()) -> None:
+        self._modules_by_value = modules_by_value
         self._by_name: dict[QualifiedName, Any] = {}
         self._by_value: list[Any] = []
+        self._attributes: dict[QualifiedName, Any] = {}
         #: Namespace, name and value of each name that the code used at the last `update_digests`.
         self._used_bindings: list[tuple[Mapping[str, Any], str, Any]] = []
         self._digests: list[bytes] = []
@@ -61,14 +76,21 @@ class UserCode:
         hashers = [_CodeHasher(value) for value in (*self._by_name.values(), *self._by_value)]
         self._digests = [hasher.digest() for hasher in hashers]
         self._used_bindings = [used for hasher in hashers for used in hasher.used_bindings]
+        self._attributes = {
+            name: value
+            for hasher in hashers
+            for name, value in hasher.used_attributes.items()
+            if name[0] not in self._modules_by_value
+        }
 
     def list_digests(self) -> tuple[tuple[QualifiedName, bytes], ...]:
-        """Return the digest of each class and function that was pickled by name.
+        """Return the digest of each class and function that was pickled by name, and of each ``module.name``.
 
-        A digest covers all user code that the class or function uses.
+        A digest covers the user code that the class or function uses; see `_CodeHasher`.
         """
+        attributes = tuple((name, compute_digest(value)) for name, value in self._attributes.items())
         # `update_digests` puts the digests of these before those of code that was pickled by value.
-        return tuple(zip(self._by_name, self._digests, strict=False))
+        return (*zip(self._by_name, self._digests, strict=False), *attributes)
 
     def update_if_changed(self) -> bool:
         """Update the digests if a used binding has changed.  Return True if they differ."""
@@ -140,20 +162,38 @@ def is_user_module(module: str | None) -> bool:
 
 
 def compute_digest(value: object) -> bytes:
-    """Return a digest of a user's class or function, including all user code that it uses."""
+    """Return a digest of a user's class or function, including the user code that it uses."""
     return _CodeHasher(value).digest()
 
 
 class _CodeHasher:
-    """Hash of a class or function with all user code that it uses, directly or through other user code.
+    """Hash of a class or function with the user code that it uses, directly or through other user code.
 
-    ``used_bindings`` has the namespace, name and value of each name that this code uses.
+    Code is used if a name refers to it, as global variable, default argument, closure or ``module.name``: a class, a
+    function, a wrapper such as `functools.partial`, or the class of an object.
+
+    Attributes
+    ----------
+    used_bindings : list
+        Namespace, name and value of each name that this code uses.
+    used_attributes : dict
+        Value of each ``module.name`` in this code.
     """
 
     def __init__(self, value: object):
+        #: Namespace and name of variables that the code itself rebinds, such as counters.  Ranks may have other values.
+        self._rebound: set[tuple[int, str]] = set()
+        self._names_by_code: dict[types.CodeType, tuple[_Paths, _Paths]] = {}
+        self._is_first_pass = True  # it finds `_rebound`
+        self._add_all(value)
+        self._is_first_pass = False
+        self._add_all(value)
+
+    def _add_all(self, value: object) -> None:
         self._hash = hashlib.sha256()
         self._seen: set[int] = set()
         self.used_bindings: list[tuple[Mapping[str, Any], str, Any]] = []
+        self.used_attributes: dict[QualifiedName, Any] = {}
         self._add(value)
 
     def digest(self) -> bytes:
@@ -163,7 +203,7 @@ class _CodeHasher:
     def _add(self, value: object) -> None:
         """Add a value: a number, string, array, or code.
 
-        Other objects, such as caches and connections, are ignored, since their state is not code.
+        Of other objects, such as caches and connections, only the class is added, since their state is not code.
         """
         update = self._hash.update
         if isinstance(value, type | types.FunctionType):
@@ -173,6 +213,8 @@ class _CodeHasher:
                 self._add_definition(value)
         elif isinstance(value, staticmethod | classmethod):
             self._add(value.__func__)
+        elif isinstance(value, types.MethodType):
+            self._add((value.__func__, value.__self__))
         elif isinstance(value, property):
             self._add((value.fget, value.fset, value.fdel))
         elif isinstance(value, types.ModuleType):
@@ -190,22 +232,50 @@ class _CodeHasher:
         elif isinstance(value, tuple):
             for part in value:
                 self._add(part)
-        elif isinstance(value, np.ndarray) and value.dtype.kind != "O":
-            update(f"{value.dtype} {value.shape}".encode())
-            update(np.ascontiguousarray(value).tobytes())
+        elif isinstance(value, np.ndarray):
+            if value.dtype.kind != "O" and not self._is_first_pass:
+                update(f"{value.dtype} {value.shape}".encode())
+                update(np.ascontiguousarray(value).tobytes())
+        elif attributes := _WRAPPER_ATTRIBUTES.get(type(value)):
+            for attribute in attributes:
+                content = getattr(value, attribute)
+                self._add(tuple(sorted(content.items())) if isinstance(content, dict) else content)
+        elif is_user_module(type(value).__module__):
+            self._add(type(value))
 
     def _add_definition(self, value: Any) -> None:
         """Add the code of a class or function, and the names that it uses."""
         if isinstance(value, types.FunctionType):
             cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
             kwdefaults = tuple((value.__kwdefaults__ or {}).items())
-            self._add((value.__code__, value.__defaults__, kwdefaults, tuple(cells)))
+            self._add((value.__code__, value.__defaults__, kwdefaults, tuple(cells), vars(value).get("__wrapped__")))
+            bindings = self._iterate_global_bindings(value)
         else:
             self._add(value.__bases__)
-        for namespace, name, used in _iterate_bindings(value):
+            attributes = vars(value)
+            names = (name for name in sorted(attributes) if name not in _GENERATED_ATTRIBUTES)
+            bindings = ((attributes, name, attributes[name]) for name in names)
+        for namespace, name, used in bindings:
             self.used_bindings.append((namespace, name, used))
             self._hash.update(name.encode())
             self._add(used)
+
+    def _iterate_global_bindings(self, function: types.FunctionType) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
+        """Yield namespace, name and value of each global variable, and ``module.name``, that a function uses."""
+        code = function.__code__
+        if code not in self._names_by_code:
+            self._names_by_code[code] = _find_global_paths(code)
+        loaded, stored = self._names_by_code[code]
+        for path in stored:
+            if (namespace := _find_namespace(function.__globals__, path)) is not None:
+                self._rebound.add((id(namespace), path[-1]))
+        for path in sorted(loaded):
+            namespace = _find_namespace(function.__globals__, path)
+            if namespace is not None and path[-1] in namespace and (id(namespace), path[-1]) not in self._rebound:
+                value = namespace[path[-1]]
+                if len(path) > 1 and not isinstance(value, types.ModuleType):
+                    self.used_attributes[namespace["__name__"], path[-1]] = value
+                yield namespace, path[-1], value
 
 
 def _digest_constant(constant: object) -> bytes:
@@ -218,35 +288,49 @@ def _digest_constant(constant: object) -> bytes:
     return hashlib.sha256(b"".join([type(constant).__name__.encode(), *parts])).digest()
 
 
-def _iterate_bindings(value: Any) -> Iterator[tuple[Mapping[str, Any], str, Any]]:
-    """Yield (namespace, name, value) of each name that the code of a class or function uses directly."""
-    if isinstance(value, type):
-        attributes = vars(value)
-        names = (name for name in sorted(attributes) if name not in _GENERATED_ATTRIBUTES)
-        yield from ((attributes, name, attributes[name]) for name in names)
-        return
-    namespace = value.__globals__
-    codes = _iterate_code_objects(value.__code__)
-    used = {name for code in codes for name in _iterate_global_names(code, "LOAD_GLOBAL")}
-    # Values of globals that the module's code rebinds, such as counters, may differ between ranks.
-    for name in sorted(used - _find_rebound_globals(namespace)):
-        if name in namespace:
-            yield namespace, name, namespace[name]
+def _find_namespace(namespace: Mapping[str, Any], path: tuple[str, ...]) -> Mapping[str, Any] | None:
+    """Return the namespace of the last name of a path such as ``("module", "name")``.
+
+    Return None if the names before are not modules of the user.
+    """
+    for name in path[:-1]:
+        module = namespace.get(name)
+        if not isinstance(module, types.ModuleType) or not is_user_module(module.__name__):
+            return None
+        namespace = vars(module)
+    return namespace
 
 
-def _find_rebound_globals(namespace: Mapping[str, Any]) -> set[str]:
-    """Return the names of a module's globals that its functions and methods rebind."""
-    functions = [value for value in namespace.values() if isinstance(value, types.FunctionType)]
-    for value in namespace.values():
-        if isinstance(value, type) and value.__module__ == namespace.get("__name__"):
-            functions += [method for method in vars(value).values() if isinstance(method, types.FunctionType)]
-    return {
-        name
-        for function in functions
-        if function.__globals__ is namespace
-        for code in _iterate_code_objects(function.__code__)
-        for name in _iterate_global_names(code, "STORE_GLOBAL")
-    }
+def _find_global_paths(code: types.CodeType) -> tuple[_Paths, _Paths]:
+    """Return the global variables, as ``("name",)``, and their attributes that code loads, and those it rebinds.
+
+    The code of nested functions is included.
+    """
+    loaded: _Paths = set()
+    stored: _Paths = set()
+    path: tuple[str, ...] = ()
+    copied: tuple[str, ...] = ()
+    for step in itertools.chain.from_iterable(map(dis.get_instructions, _iterate_code_objects(code))):
+        match step.opname:
+            case "LOAD_GLOBAL":
+                path = (step.argval,)
+                loaded.add(path)
+            case "LOAD_ATTR" | "LOAD_METHOD" if path:
+                path = (*path, step.argval)
+                loaded.add(path)
+            case "STORE_GLOBAL":
+                stored.add((step.argval,))
+                path = ()
+            case "STORE_ATTR" if path or copied:  # ``module.name += 1`` copies the module before it loads the name
+                stored.add((*(path or copied), step.argval))
+                path = copied = ()
+            case "COPY":
+                copied = path
+            case "EXTENDED_ARG" | "CACHE" | "PUSH_NULL":
+                pass
+            case _:
+                path = ()
+    return loaded, stored
 
 
 def _iterate_code_objects(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -255,9 +339,3 @@ def _iterate_code_objects(code: types.CodeType) -> Iterator[types.CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _iterate_code_objects(constant)
-
-
-def _iterate_global_names(code: types.CodeType, instruction: str) -> Iterator[str]:
-    """Yield the names of the globals that instructions of this kind load or store."""
-    if dis.opmap[instruction] in code.co_code[::2]:  # a quick check before the slow disassembly
-        yield from (step.argval for step in dis.get_instructions(code) if step.opname == instruction)

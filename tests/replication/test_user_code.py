@@ -156,6 +156,54 @@ def test_unchanged_user_code_is_sent_once(fork, write, monkeypatch):
     assert not sent
 
 
+@pytest.mark.parametrize(
+    "definition",
+    [
+        "import functools\n@functools.cache\ndef get():\n    return {k}\ndef h(x): return get() * x",
+        "import functools\nh = functools.partial(lambda x, k: k * x, k={k})",
+        "import functools\nclass D:\n    k = {k}\n    h = functools.partialmethod(lambda self, x: self.k * x)\nh = D().h",
+        "import numpy as np\nh = np.vectorize(lambda x: {k} * x)",
+        "class C:\n    def __call__(self, x): return {k} * x\nh = C()",
+        "def decorate(f): return lambda x: f(x)\n@decorate\ndef h(x): return {k} * x",
+    ],
+)
+def test_user_code_in_wrappers_and_attributes_of_modules_is_sent_again(fork, write, tmp_path, definition):
+    file = tmp_path / "users_helpers.py"
+    file.write_text(definition.format(k=2.0))
+    module = importlib.import_module(
+        write(
+            tail="""
+            import users_helpers
+
+            class Help(Scale):
+                def perform(self, node, inputs, outputs):
+                    outputs[0][0] = users_helpers.h(inputs[0])
+            """
+        )
+    )
+    try:
+        fork(2)
+        module.users_helpers.user = module  # modules may import each other
+        f = make_gather_function(module.Help())
+        assert call_with_ones(f) == [2.0] * 5
+        for k in (10.0, 7.0):
+            file.write_text(definition.format(k=k))
+            importlib.reload(module.users_helpers)
+            assert call_with_ones(f) == [k] * 5
+        assert call_with_ones(make_gather_function(module.Help())) == [7.0] * 5
+    finally:
+        sys.modules.pop("users_helpers", None)
+
+
+def test_user_code_with_a_global_that_the_script_sets_is_sent_again(fork, write):
+    module = importlib.import_module(write(tail="def set_factor(value):\n    global FACTOR\n    FACTOR = value\n"))
+    fork(2)
+    f = make_gather_function(module.Scale())
+    assert call_with_ones(f) == [2.0] * 5
+    module.set_factor(10.0)
+    assert call_with_ones(f) == [20.0] * 5
+
+
 def test_state_of_user_code_is_not_compared(fork, write):
     module = importlib.import_module(
         write(
@@ -167,12 +215,25 @@ def test_state_of_user_code_is_not_compared(fork, write):
                     global COUNT
                     COUNT += 1
                     outputs[0][0] = inputs[0] + COUNT
+
+            def count():
+                this.COUNT += 1
+                return this.COUNT
+
+            class CountByAttribute(Scale):
+                def perform(self, node, inputs, outputs):
+                    outputs[0][0] = inputs[0] + count()
             """
         )
     )
+    module.this = module
     fork(2)
-    f = make_gather_function(module.Count())
-    assert [call_with_ones(f, 2) for _ in range(3)] == [[2.0, 2.0], [3.0, 3.0], [4.0, 4.0]]
+    for operation in (module.Count(), module.CountByAttribute()):
+        module.COUNT = 0
+        f = make_gather_function(operation)
+        counts = [call_with_ones(f, 2) for _ in range(3)]
+        assert [first for first, _ in counts] == [2, 3, 4]
+        assert [second - counts[0][1] for _, second in counts] == [0, 1, 2]  # neither sent nor reset
 
 
 def test_digest_distinguishes_code(write):
