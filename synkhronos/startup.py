@@ -15,7 +15,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from synkhronos.devices import (
     undo_force_jax_on_cpu,
 )
 from synkhronos.gpus import get_n_gpu
-from synkhronos.graph_libraries import register_loaded_libraries
+from synkhronos.graph_libraries import apply_settings, list_settings
 from synkhronos.hosts import (
     MAX_RANKS_PER_HOST,
     Host,
@@ -63,6 +63,8 @@ class _SetUpRank(Command):
     gpus: list[str]
     #: Seeds of NumPy's and Python's global generators.
     seeds: tuple[bytes, ...]
+    #: The master's settings of each graph library, by import name, for workers that are new processes.
+    settings: dict[str, dict[str, Any]]
     #: Cores of each rank; empty if ranks are not bound to cores.
     cores: Sequence[Sequence[int]] = ()
     #: Number of each rank's GPU among those of its host, for the ranks of all hosts; empty if there is one host.
@@ -98,6 +100,7 @@ class _SetUpRank(Command):
                 gpu_number = gpu_numbers[gpu_number]
             gpus = device.choose_gpus(gpu_number + 1, 0)
         device.initialize(gpus[gpu_number])
+        apply_settings(self.settings)
 
 
 def _keep_freed_memory() -> None:
@@ -244,10 +247,10 @@ def start_ranks(
         # From the master's states, so that runs with the same seed are equal.
         generator_states = np.random.get_state(legacy=False), random.getstate()
         seeds = tuple(blake2b(pickle.dumps(state)).digest() for state in generator_states)
-        # Imports modules before the fork, so that workers inherit them.
-        register_loaded_libraries()
+        settings = list_settings()  # imports modules before the fork, so that workers inherit them
         engines.list_engines()
-        first_command = _SetUpRank(device.name, device.choose_gpus(n_local, master_rank), seeds, cores, gpu_numbers)
+        gpus = device.choose_gpus(n_local, master_rank)
+        first_command = _SetUpRank(device.name, gpus, seeds, settings, cores, gpu_numbers)
         ranks.start_session(
             n_ranks,
             master_rank,

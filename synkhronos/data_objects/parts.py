@@ -72,8 +72,7 @@ class PartsData(ReadOnlyData):
         if (shape, np.dtype(dtype)) != layout:
             self._session.memory.release("segment", key)
             raise ValueError(
-                f"load: expected shape {layout[0]} and {layout[1]}, as before a worker's death, got {shape} and "
-                f"{np.dtype(dtype)}"
+                f"load: expected shape {layout[0]} and {layout[1]}, as before, got {shape} and {np.dtype(dtype)}"
             )
         self._set_segment(key, shape)
 
@@ -231,8 +230,8 @@ def redistribute_rows(
     """Divide an epoch's remaining ``rows`` among hosts, so that each rank has ``rows_per_rank`` rows in each step.
 
     Return the rows of all steps in order, and the range of the array's ``length`` rows that each rank has to load: its
-    part, extended on a host's first and last rank.  Rows at the end that do not fill a step are omitted; there have to
-    be enough rows for one step.
+    part.  The first and last rank of a host load more rows, so that the host has all that its steps need.  Rows at the
+    end that do not fill a step are omitted; there have to be enough rows for one step.
 
     Examples
     --------
@@ -251,14 +250,14 @@ def redistribute_rows(
     return np.concatenate(columns, axis=1).ravel(), parts
 
 
-def iterate_ordered_batches(length: int, rows_per_batch: int, n_ranks: int) -> Iterator[np.ndarray]:
+def iterate_batches_of_own_rows(length: int, rows_per_batch: int, n_ranks: int) -> Iterator[np.ndarray]:
     """Yield all rows in batches, in which each rank's share consists of rows that the rank has loaded.
 
     ``rows_per_batch`` is rounded up to a multiple of ``n_ranks``.  The last batch may have fewer rows.
 
     Examples
     --------
-    >>> [rows.tolist() for rows in iterate_ordered_batches(8, 4, 2)]
+    >>> [rows.tolist() for rows in iterate_batches_of_own_rows(8, 4, 2)]
     [[0, 1, 4, 5], [2, 3, 6, 7]]
     """
     parts = split_selection(np.arange(length), n_ranks)
@@ -290,7 +289,7 @@ def _load_parts(session: Session, load: Any, parts: Sequence[range]) -> tuple[in
     try:
         Replicator.get_or_create(session).send([(("load", key), load)], [])
         session.rank.add_object(("load", key), load)
-        shape, dtype = session.run(_LoadRows(key, tuple(parts)))
+        shape, dtype = session.run(_LoadRows(key, tuple(parts), os.getcwd()))
     except BaseException:
         session.memory.release("segment", key)
         raise
@@ -306,6 +305,8 @@ class _LoadRows(Command):
     segment_key: int
     #: Rows of each rank.
     parts: tuple[range, ...]
+    #: The master's working directory, to which the loader's paths may be relative.
+    folder: str
 
     def run(self, rank: Rank) -> tuple[tuple[int, ...], str]:
         """Load this rank's rows.  Return a row's shape, and the dtype."""
@@ -332,6 +333,7 @@ class _LoadRows(Command):
 
     def _call_load(self, rank: Rank, start: int, stop: int) -> np.ndarray:
         try:
+            os.chdir(self.folder)
             rows = as_numbers(rank.get_object(("load", self.segment_key))(start, stop), "load")
             if not rows.ndim or len(rows) != stop - start:
                 raise ValueError(f"expected {stop - start:,} rows, got an array of shape {rows.shape}")

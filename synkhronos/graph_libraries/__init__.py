@@ -12,7 +12,15 @@ from typing import Any
 
 from synkhronos.graph_libraries.library import GraphLibrary
 
-__all__ = ["GraphLibrary", "is_variable", "get_library", "list_loaded_libraries", "register_loaded_libraries"]
+__all__ = [
+    "GraphLibrary",
+    "apply_settings",
+    "get_library",
+    "is_variable",
+    "list_loaded_libraries",
+    "list_settings",
+    "register_loaded_libraries",
+]
 
 #: Module of each library's subclass of `GraphLibrary`, by import name.
 _LIBRARY_MODULES = {"pytensor": "synkhronos.graph_libraries.pytensor", "theano": "synkhronos.graph_libraries.theano"}
@@ -36,6 +44,18 @@ def register_loaded_libraries() -> None:
         is_compat = hasattr(package, "__served_on__")
         if name not in _libraries and not is_compat and hasattr(package, "shared"):
             _libraries[name] = importlib.import_module(module).LIBRARY
+
+
+def list_settings() -> dict[str, dict[str, Any]]:
+    """Return the settings of each loaded library that has any, by import name; see `GraphLibrary.list_settings`."""
+    return {library.name: settings for library in list_loaded_libraries() if (settings := library.list_settings())}
+
+
+def apply_settings(settings: dict[str, dict[str, Any]]) -> None:
+    """Apply the settings that `list_settings` has returned in another process, and import the libraries."""
+    for name, values in settings.items():
+        library: GraphLibrary = importlib.import_module(_LIBRARY_MODULES[name]).LIBRARY
+        library.apply_settings(values)
 
 
 def is_variable(value: object) -> bool:

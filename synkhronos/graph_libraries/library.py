@@ -9,7 +9,7 @@ import os
 import pickle
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from sys import getrefcount
@@ -147,6 +147,28 @@ class GraphLibrary(ABC):
     def floatX(self) -> str:  # noqa: N802 - the libraries' own name
         """The default float dtype."""
         return self.package.config.floatX
+
+    @abstractmethod
+    def _list_config_variables(self) -> Iterator[tuple[Any, str, bool]]:
+        """Yield the descriptor of each variable of the library's ``config``, its name, and if a script may set it."""
+
+    def list_settings(self) -> dict[str, Any]:
+        """Return the values in the library's ``config`` that a script, flag or file has set.
+
+        Defaults that the library computes, such as a compiler's path, are those of the machine, and are left out.
+        """
+        return {
+            name: variable.val
+            for variable, name, is_mutable in self._list_config_variables()
+            if is_mutable and hasattr(variable, "val") and not callable(variable.default)
+            if not variable.is_default or variable.val != variable.default
+        }
+
+    def apply_settings(self, settings: Mapping[str, Any]) -> None:
+        """Set the values in the library's ``config`` that `list_settings` has returned in another process."""
+        for variable, name, _ in self._list_config_variables():
+            if name in settings and variable.__get__(self.package.config, None) != settings[name]:
+                variable.__set__(self.package.config, settings[name])
 
     # -- variables -------------------------------------------------------------------------------------------
 
@@ -309,7 +331,8 @@ class GraphLibrary(ABC):
     def jump_generator(self, generator: Any, n_jumps: int) -> Any:
         """Return a generator that is ``n_jumps`` jumps ahead.  Streams that are a jump apart do not overlap.
 
-        A jump (NumPy's ``jumped``) is 2**127 draws long for PCG64, and 2**128 for MT19937 and Philox.
+        A jump (NumPy's ``jumped``) is about 0.618 * 2**128 draws long for PCG64, whose period is 2**128, and 2**128
+        draws for MT19937 and Philox.
         """
 
     def filter(

@@ -5,7 +5,7 @@ Overrides are for JAX mode (keys of random generators, lengths as inputs) and Nu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,9 @@ class PyTensor(GraphLibrary):
     constant_class = Constant
     input_class = In
     output_class = Out
+
+    def _list_config_variables(self) -> Iterator[tuple[Any, str, bool]]:
+        return ((v, v.name, v.mutable) for v in pytensor.config._config_var_dict.values())
 
     def is_generator(self, shared: SharedVariable) -> bool:
         """Whether the variable holds a NumPy Generator."""

@@ -5,7 +5,7 @@ Overrides are for Theano's two random generators (NumPy's RandomState, MRG31k3p)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -32,6 +32,9 @@ class Theano(GraphLibrary):
     constant_class = Constant
     input_class = SymbolicInput
     output_class = SymbolicOutput
+
+    def _list_config_variables(self) -> Iterator[tuple[Any, str, bool]]:
+        return ((v, v.fullname, v.allow_override) for v in theano.configparser._config_var_list)
 
     def is_generator(self, shared: SharedVariable) -> bool:
         """Whether the variable holds a RandomState, or the state of an MRG stream."""

@@ -144,6 +144,14 @@ def test_data_parts_takes_any_byte_order(two_ranks_per_test):
     assert data.dtype.isnative and float(make_double()(data)[1]) == make_rows(0, 5).sum()
 
 
+def test_data_parts_loads_relative_to_the_masters_folder(fork, tmp_path, monkeypatch):
+    fork(2)
+    np.save(tmp_path / "rows.npy", make_rows(0, 6))
+    monkeypatch.chdir(tmp_path)
+    data = synk.data_parts(lambda start, stop: np.load("rows.npy")[start:stop], 6)
+    np.testing.assert_array_equal(data, make_rows(0, 6))
+
+
 def test_mask_of_items_may_select_local_rows_alone(two_ranks_per_test):
     data = synk.data_parts(make_rows, 5)
     data.local_rows = range(2)  # as on the first of several hosts

@@ -5,14 +5,28 @@ import pickle
 
 import numpy as np
 import pytest
-from library import NAME, shared
+from library import NAME, package, shared
 from library import tensor as T
 from messages import raises
 
-from synkhronos.graph_libraries import get_library, list_loaded_libraries
+from synkhronos.graph_libraries import apply_settings, get_library, list_loaded_libraries, list_settings
 from synkhronos.graph_libraries.library import has_other_references
 
 LIBRARY = get_library(T.dscalar())
+
+
+# -- settings ------------------------------------------------------------------------------------------------------
+
+
+def test_settings_of_the_script_are_applied_in_another_process(monkeypatch):
+    config = package.config
+    monkeypatch.setattr(config, "floatX", "float32")
+    settings = list_settings()
+    assert settings[NAME]["floatX"] == "float32"
+    assert not {"compiledir", "blas__ldflags", "blas.ldflags"} & settings[NAME].keys()  # of the machine
+    config.floatX = "float64"
+    apply_settings(settings)
+    assert config.floatX == "float32"
 
 
 # -- keys of compiled C modules, which ranks share ---------------------------------------------------------------

@@ -232,7 +232,7 @@ def test_rank_left_out_on_another_host_leaves_out_its_gpu(monkeypatch):
     monkeypatch.setattr(startup, "get_device", lambda name: device)
     monkeypatch.setattr(startup, "set_rank_device", lambda rank, device: None)
     monkeypatch.setattr(startup, "_keep_freed_memory", lambda: None)
-    command = startup._SetUpRank("jax", ["0", "1"], (b"", b""), gpu_numbers=(0, 1, 0, 1, 2)).without_rank(2)
+    command = startup._SetUpRank("jax", ["0", "1"], (b"", b""), {}, gpu_numbers=(0, 1, 0, 1, 2)).without_rank(2)
     for n_gpus, gpus in (
         (3, ["0", "1", "y", "z"]),
         (2, ["0", "1", "x", "y"]),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from library import INTERPRETED, XLA, shared
+from library import INTERPRETED, XLA, package, shared
 from library import tensor as T
 from rank_commands import GatherMessages, GetIdentity, Sleep
 from system import is_alive, time_limit, wait_until_ended
@@ -120,6 +120,39 @@ def test_spawned_workers_inherit_sys_path(fork, started_xla, tmp_path, monkeypat
     x = T.dvector("x")
     f = synk.function([x], (users_own.Twice()(x), "gather"), mode=INTERPRETED)
     np.testing.assert_array_equal(f(VALUE), VALUE * 2)
+
+
+@pytest.mark.new_ranks
+def test_spawned_workers_have_settings_and_variables_of_the_script(fork, started_xla, tmp_path, monkeypatch):
+    (tmp_path / "users_settings.py").write_text("SCALE = 2.0\n")
+    (tmp_path / "users_scale.py").write_text(
+        textwrap.dedent("""
+            import numpy as np
+            import pytensor
+            import users_settings
+            from pytensor.graph.basic import Apply
+            from pytensor.graph.op import Op
+
+            class Scale(Op):
+                __props__ = ()
+
+                def make_node(self, x):
+                    return Apply(self, [x], [x.type()])
+
+                def perform(self, node, inputs, outputs):
+                    outputs[0][0] = np.asarray(inputs[0] * users_settings.SCALE, pytensor.config.floatX)
+        """)
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import users_scale
+    import users_settings
+
+    monkeypatch.setattr(package.config, "floatX", "float32")
+    users_settings.SCALE = 10.0
+    fork(2)
+    x = T.fvector("x")
+    f = synk.function([x], (users_scale.Scale()(x), "gather"), mode=INTERPRETED)
+    np.testing.assert_array_equal(f(np.arange(4000.0, dtype="float32")), np.arange(4000.0, dtype="float32") * 10)
 
 
 def test_modules_that_import_theano_are_imported_on_spawned_workers(tmp_path):

@@ -22,7 +22,7 @@ from synkhronos import ranks
 from synkhronos.checks import describe
 from synkhronos.data_objects import Data
 from synkhronos.data_objects import data as make_data
-from synkhronos.data_objects.parts import iterate_ordered_batches
+from synkhronos.data_objects.parts import iterate_batches_of_own_rows
 from synkhronos.loading import Loader, LoadError
 from synkhronos.loading.loader import LoaderRows
 from synkhronos.programs import run
@@ -301,7 +301,7 @@ class TrainerReportLoop(ReportLoop):
         if isinstance(valid, Loader):
             batches = valid.epoch(0, step)
         elif get_ranks_by_host_if_partitioned(valid[0]):
-            batches = iterate_ordered_batches(valid[1], step, ranks.get_session().size)
+            batches = iterate_batches_of_own_rows(valid[1], step, ranks.get_session().size)
         else:
             batches = (slice(start, min(valid[1], start + step)) for start in range(0, valid[1], step))
         for rows in batches:
