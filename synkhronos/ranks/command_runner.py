@@ -59,10 +59,14 @@ _NESTED_CALL = (
     "operation's own code): make it after that call has returned.  A handler can set a flag, which the program checks "
     "between calls; a program of synkhronos.run() uses the methods of its first argument"
 )
+INHERITED_SESSION = (
+    "the ranks belong to the process that called synkhronos.fork(), of which this one is a copy: "
+    "call synkhronos.fork() here for ranks of its own"
+)
 
 
 class CommandRunner(ABC):
-    """Posts commands, runs them on all ranks, one at a time, and raises their errors.
+    """Posts commands, runs them on all ranks, one at a time, and raises their errors: a part of `Session`.
 
     `Session` derives from this class, and starts, watches and ends the ranks.  The runner is not a component of
     the session, as each calls the other: a death in a command closes the session.
@@ -85,6 +89,8 @@ class CommandRunner(ABC):
         Segments and object copies that all ranks have until the master releases them.
     registry : SingletonRegistry
         State of packages of higher layers that only the master has; empty once new processes have replaced workers.
+    is_inherited : bool
+        Whether this process is a fork of the master, and the session belongs to its parent.
     close_reason : str or None
         Reason why the session has ended, as a message for the user; None while it runs.
     failure : SessionFailure or None
@@ -93,6 +99,7 @@ class CommandRunner(ABC):
 
     def __init__(self, group: ProcessGroup, timeout: float | None):
         self.timeout = timeout
+        self.is_inherited = False
         self.close_reason: str | None = None
         self.failure: SessionFailure | None = None
         self._call_lock = threading.RLock()
@@ -130,7 +137,8 @@ class CommandRunner(ABC):
     def call_lock(self) -> contextlib.AbstractContextManager[Any]:
         """Lock that lets one call run at a time.
 
-        Raise RuntimeError if this thread holds it, as it is in the middle of another call.
+        Raise RuntimeError if this thread holds it, as it is in the middle of another call, and in a fork of the
+        master, which would post commands that the master does not know.
 
         The lock is implemented in C, so no signal handler can raise between its acquisition and the ``with`` block.  In
         a context manager written in Python, which could also call `wait_until_idle`, a handler could do so, and leave
@@ -138,6 +146,8 @@ class CommandRunner(ABC):
         """
         if self._call_lock._is_owned():  # type: ignore[attr-defined] # as threading.Condition does
             raise RuntimeError(_NESTED_CALL)
+        if self.is_inherited:
+            raise RuntimeError(INHERITED_SESSION)
         return self._call_lock
 
     @property
@@ -145,6 +155,8 @@ class CommandRunner(ABC):
         """`call_lock`, but a thread that already holds it may take it again while no command runs."""
         if self._is_in_command and self._call_lock._is_owned():  # type: ignore[attr-defined]
             raise RuntimeError(_NESTED_CALL)
+        if self.is_inherited:
+            raise RuntimeError(INHERITED_SESSION)
         return self._call_lock
 
     @property

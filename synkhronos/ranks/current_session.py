@@ -6,6 +6,7 @@ import atexit
 import os
 
 from synkhronos.ranks.command import Command
+from synkhronos.ranks.command_runner import INHERITED_SESSION
 from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.ranks.link import Link
 from synkhronos.ranks.session import Session
@@ -56,10 +57,7 @@ def get_session() -> Session:
     if _current.close_reason is not None:
         raise RuntimeError(_current.close_reason)
     if _current.is_inherited:
-        raise RuntimeError(
-            "the ranks belong to the process that called synkhronos.fork(), of which this one is a copy: "
-            "call synkhronos.fork() here for ranks of its own"
-        )
+        raise RuntimeError(INHERITED_SESSION)
     return _current
 
 

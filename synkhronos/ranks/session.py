@@ -41,8 +41,6 @@ class Session(CommandRunner):
 
     Attributes
     ----------
-    is_inherited : bool
-        Whether this process is a fork of the master, and the session belongs to its parent.
     has_kept_memory : bool
         Whether a death has closed the session within `keep_memory`, so that `replace_workers` is possible.
     close_callbacks, replacement_callbacks : WeakKeyDict of function by object
@@ -52,7 +50,6 @@ class Session(CommandRunner):
 
     def __init__(self, size: int, master_rank: int, timeout: float | None, spawn: bool, link: Link | None):
         super().__init__(ProcessGroup(size, master_rank, link or Link(size), spawn), timeout)
-        self.is_inherited = False
         self.has_forked_workers = not spawn
         #: Number of `keep_memory` contexts, and whether a death has left the memory in one of them.
         self._n_keep_memory_contexts, self.has_kept_memory = 0, False

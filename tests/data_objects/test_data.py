@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as hnp
 from library import XLA, fork_ranks
 from library import tensor as T
 from messages import raises
-from system import list_children
+from system import list_children, time_limit
 
 import synkhronos as synk
 from synkhronos import ranks
@@ -660,3 +660,26 @@ def test_interrupted_growth_leaves_the_array_that_ranks_read(monkeypatch, cls, n
     assert f(d) == d.data.sum() == 3
     d.set_value(np.full(3, 2.0))
     assert f(d) == 6
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d.free_memory(),
+        lambda d: d.set_length(7),
+        lambda d: [d.set_value(np.ones(n)) for n in range(5, 205)],  # many segments are unsent: it posts a command
+    ],
+)
+def test_fork_of_the_master_cannot_change_data(change):
+    d, x = synk.data(np.ones(4)), T.dvector("x")
+    f = synk.function([x], (x.sum(), "sum"))
+    assert f(d) == 4
+    if not (pid := os.fork()):
+        try:
+            change(d)
+        except RuntimeError as error:
+            os._exit(0 if "copy" in str(error) and d[:].sum() == 4 else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    with time_limit():
+        assert f(d) == 4
