@@ -260,7 +260,7 @@ def _reduce_arrays(rank: Rank, outputs: RankOutputs) -> Any:
             continue
         packed = {r: entries[r][1][i] for r in contributors}
         layouts: dict[int, ArrayLayout] = {r: (shape, np.dtype(dtype)) for r, (shape, dtype, _) in packed.items()}
-        _check_shapes(rank, i, op, layouts)
+        _check_layouts(rank, i, op, layouts)
         is_own_alone = rank.size == 1 and isinstance(arrays[i], np.ndarray)
         if is_own_alone or all(content is not None for _, _, content in packed.values()):
             if rank.is_master:
@@ -296,16 +296,21 @@ def _unpack_array(shape: tuple[int, ...], dtype: str, content: bytes) -> np.ndar
     return np.array(np.frombuffer(content, dtype).reshape(shape))
 
 
-def _check_shapes(rank: Rank, position: int, op: str, layouts: dict[int, ArrayLayout]) -> None:
-    """Raise ValueError on all ranks if an output's shapes can't be reduced."""
-    shapes = {r: shape for r, (shape, _) in layouts.items()}
+def _check_layouts(rank: Rank, position: int, op: str, layouts: dict[int, ArrayLayout]) -> None:
+    """Raise an error on all ranks if an output's shapes or dtypes can't be reduced.
+
+    An operation written in Python may return another dtype than it declares, on some ranks only.
+    """
     is_elementwise = REDUCE_OPS[op].ufunc is not None
-    compared = {shape if is_elementwise else shape[1:] for shape in shapes.values()}
-    if len(compared) > 1:
+    if len({shape if is_elementwise else shape[1:] for shape, _ in layouts.values()}) > 1:
         condition = "the same shape" if is_elementwise else "equal lengths of all axes but axis 0"
-        shapes_text = ", ".join(f"rank {r} has {shape}" for r, shape in shapes.items())
-        message = f"output {position}: op {op!r} needs {condition} on all ranks, but {shapes_text}"
+        text = ", ".join(f"rank {r} has {shape}" for r, (shape, _) in layouts.items())
+        message = f"output {position}: op {op!r} needs {condition} on all ranks, but {text}"
         rank.raise_common_error(ValueError(message))
+    if len({dtype for _, dtype in layouts.values()}) > 1:
+        text = ", ".join(f"rank {r} has {dtype}" for r, (_, dtype) in layouts.items())
+        message = f"output {position}: an operation must return the dtype of its output's type, but {text}"
+        rank.raise_common_error(TypeError(message))
 
 
 def _gather_large_arrays(rank: Rank, value: Any, layouts: dict[int, ArrayLayout]) -> np.ndarray | None:
@@ -335,6 +340,7 @@ def _reduce_large_arrays(
 
     Each rank multiplies its values by its weight.  The sum over ranks is then divided by the sum of the weights.
     """
+    # `_check_layouts` has found them equal.
     shape, dtype = next(iter(layouts.values()))
     reduce_op = REDUCE_OPS[op]
     accumulator_dtype = reduce_op.choose_accumulator_dtype(dtype)

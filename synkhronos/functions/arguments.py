@@ -18,6 +18,8 @@ from synkhronos.graph_libraries import GraphLibrary, get_library, is_variable, l
 from synkhronos.graph_libraries.library import InputSpec
 from synkhronos.variable_types import Mode, Variable
 
+#: Keyword arguments of a call that are not inputs.
+CALL_OPTIONS = ("batch", "batch_s", "num_slices", "output_subset")
 _name_numbers = itertools.count()
 
 
@@ -105,6 +107,8 @@ def _parse_inputs(
         if id(spec.variable) in seen:
             raise ValueError(f"inputs: {describe(spec.variable)} is given twice")
         seen.add(id(spec.variable))
+        if spec.default_tuple and spec.name in CALL_OPTIONS:  # a call by this name would use the default
+            raise ValueError(f"inputs: {spec.name!r} has a default, and the name of an option of calls; rename it")
     return specs
 
 

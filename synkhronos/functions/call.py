@@ -287,7 +287,8 @@ class RankCall:
         """Compute this rank's rows, slice by slice with ``num_slices``, and set `output_values`."""
         call, ops = self.call, self.compiled.output_spec.ops
         if not self.n_rows:
-            # No rank has rows: like the serial library, compute the outputs of zero rows.  Nothing is updated.
+            # No rank has rows: like the serial library, compute the outputs of zero rows.  Only random
+            # generators are updated, in the master.
             self._runner = self.computation.get_or_compile(call.variant._replace(returns_updates=True)).runner
             self.output_values = self._launch(self._shares, self._sliceable_rows)[: len(ops)]
             return
@@ -297,7 +298,9 @@ class RankCall:
         lengths = [self.n_rows] if self._sliceable_rows is None else [self.n_rows, len(self._sliceable_rows)]
         n_slices = max(1, min(call.num_slices, *lengths))
         updates = self.computation.list_accumulated_updates()
-        accumulators = [Accumulator(op) for op in [*ops, *(op for _, op in updates)]]
+        # "avg" weights ranks equally, but the slices of a rank by rows: together they are the rank's own mean.
+        slice_ops = ["mean" if op == "avg" else op for op in ops]
+        accumulators = [Accumulator(op) for op in [*slice_ops, *(op for _, op in updates)]]
         slices = [None if share is None else split_selection(share, n_slices) for share in self._shares]
         sliceable_slices = None if self._sliceable_rows is None else split_selection(self._sliceable_rows, n_slices)
         for i in range(n_slices):

@@ -24,6 +24,7 @@ from synkhronos.data_objects.rows import (
     select_rows_unbounded,
 )
 from synkhronos.devices import Selection
+from synkhronos.functions.arguments import CALL_OPTIONS
 from synkhronos.functions.call import ScatteredInput
 from synkhronos.functions.computation import Computation
 from synkhronos.ranks import ArrayLocation, Session
@@ -66,7 +67,11 @@ class CallInputWriter:
         for i, spec in enumerate(specs):
             if values[i] is _MISSING:
                 if not spec.default_tuple:
-                    raise TypeError(f"{self.computation.name}: missing input {i} ({spec.name or spec.variable})")
+                    advice = f"; {spec.name}=... is an option of calls: pass the input by position"
+                    raise TypeError(
+                        f"{self.computation.name}: missing input {i} ({spec.name or spec.variable})"
+                        f"{advice if spec.name in CALL_OPTIONS else ''}"
+                    )
                 values[i] = spec.default_tuple[0]
         return values
 

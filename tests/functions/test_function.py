@@ -8,7 +8,7 @@ from batches import draw_batch
 from function_cases import RNG, CountFunctions, X, assert_close
 from hypothesis import example, given
 from hypothesis import strategies as st
-from library import INTERPRETED, NAME, XLA, function, is_array, limit_examples, package, read_results, shared
+from library import INTERPRETED, NAME, XLA, PythonOp, function, is_array, limit_examples, package, read_results, shared
 from library import tensor as T
 from messages import raises
 from system import time_limit
@@ -46,12 +46,12 @@ def draw_call(draw, most=60):
 
 
 def average_slices(plain, rows, n, slices, *args):
-    """Return the average over ranks of the averages over slices."""
+    """Return the average over ranks of the means over slices, weighted by rows."""
     averages = []
     for part in split_rows(rows, n):
-        averages.append(
-            np.mean([plain(*(a[piece] for a in args)) for piece in split_rows(part, min(slices, len(part)))], axis=0)
-        )
+        pieces = split_rows(part, min(slices, len(part)))
+        values = [plain(*(a[piece] for a in args)) for piece in pieces]
+        averages.append(np.average(values, axis=0, weights=list(map(len, pieces))))
     return np.mean(averages, axis=0) if averages else plain(*(a[rows] for a in args))
 
 
@@ -108,6 +108,33 @@ def test_exact_ops_equal_the_serial_function(fork, n, prefix):
         assert_close(results[-2], average)
 
     check()
+
+
+def test_default_op_with_num_slices_equals_no_slices(two_ranks_per_test):
+    x = T.dvector("x")
+    for outputs in ([x.mean()], [x.mean(), (x, "gather")]):  # scalars alone take another code path
+        f = synk.function([x], outputs)
+        for slices in (1, 2, 3):
+            assert_close(f(np.arange(10.0) ** 2, num_slices=slices)[0], np.asarray(28.5))
+
+
+class WithoutDtype(PythonOp):
+    """Op that returns integers where all numbers are whole, although it declares floats."""
+
+    def compute(self, x):
+        return np.array([int(v) if v == int(v) else v for v in x.tolist()])
+
+
+@pytest.mark.skipif(XLA, reason="XLA's values have the dtypes of the graph")
+@pytest.mark.parametrize("op", ["gather", "sum"])
+@pytest.mark.parametrize("n_items", [3, MAX_SMALL_NBYTES])
+def test_other_dtypes_on_some_ranks_are_refused(op, n_items, two_ranks_per_test):
+    x = T.dvector("x")
+    f = synk.function([x], (WithoutDtype()(x), op), mode=INTERPRETED)
+    for first, second in ((0.5, 3.0), (3.0, 0.5)):
+        with raises(TypeError, "output 0"):
+            f(np.repeat([first, second], n_items))
+    assert f(np.repeat([0.5, 3.5], n_items))[0] == (0.5 if op == "gather" else 4)
 
 
 @pytest.mark.parametrize("n", [2, 3])

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from function_cases import X, Y, select_rows
-from library import assert_same, package, shared
+from library import NAME, assert_same, package, shared
 from library import tensor as T
 from messages import raises
 
@@ -175,6 +175,21 @@ def test_in_renames_and_allows_downcast(two_ranks_per_test):
     np.testing.assert_array_equal(f(rows=np.array([0.1, 0.2])), np.array([0.1, 0.2], "float32"))
     with raises(TypeError, "x"):
         synk.function([x], (x, "gather"))(np.array([0.1, 0.2]))
+
+
+def test_input_with_the_name_of_an_option_is_passed_by_position(two_ranks_per_test):
+    x, batch = T.dvector("x"), T.dvector("batch")
+    f = synk.function([x, batch], (x * batch, "gather"), name="f")
+    np.testing.assert_array_equal(f(np.ones(3), np.ones(3) * 2, batch=[2, 0]), [2, 2])
+    with raises(TypeError, "batch"):
+        f(np.ones(3), batch=np.ones(3))
+
+
+@pytest.mark.skipif(NAME != "theano", reason="PyTensor's inputs have no defaults")
+def test_input_with_a_default_and_the_name_of_an_option_is_refused(two_ranks_per_test):
+    x = T.dvector("x")
+    with raises(ValueError, "batch"):  # f(batch=...) would select rows of the default
+        synk.function([In(x, name="batch", value=np.ones(3))], (x, "gather"))
 
 
 def test_allow_input_downcast_casts_inputs(two_ranks_per_test):

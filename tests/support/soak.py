@@ -294,7 +294,9 @@ class TrainingFunction:
         columns = [list(map(np.asarray, column)) for column in zip(*results, strict=True)]
         if n_slices == 1:
             return [column[0] for column in columns]
-        return [reduce_values(op, column, list(map(len, slices))) for op, column in zip(self.ops, columns, strict=True)]
+        # The slices of an output are weighted by rows.
+        ops = ["mean" if op in ("avg", "c_avg") and i < 3 else op for i, op in enumerate(self.ops)]
+        return [reduce_values(op, column, list(map(len, slices))) for op, column in zip(ops, columns, strict=True)]
 
 
 class Soak:
