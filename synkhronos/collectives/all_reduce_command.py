@@ -142,8 +142,8 @@ class PlannedVariable:
 class AllReducePlan(NamedTuple):
     """Layouts of a repeated all-reduce, and generation of the device's connection; equal on all ranks.
 
-    A plan holds no reference to a variable's current value: an array is written in place only if its container holds
-    the only reference.
+    A plan holds no reference to a variable's current value: a device's array is written in place only if its container
+    holds the only reference.  NumPy arrays always are.
     Each rank with a valid plan passes the digest to `Rank.compare_digests`.  ``device_communicator`` is the
     communicator of the rank's device, even if the variables are transferred through host memory.
 

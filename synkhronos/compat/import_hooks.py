@@ -89,7 +89,7 @@ def find_theano(fullname: str, path: Sequence[str] | None) -> importlib.machiner
     if fullname in RE_EXPORTS:
         return importlib.machinery.ModuleSpec(fullname, _ReExportLoader(), is_package=True)
     if not file.exists():
-        # The error has no `name`, since `from package import module` would swallow an error with the name.
+        # The error has no `name`: ``from package import module`` swallows a ModuleNotFoundError with the module's name.
         raise ModuleNotFoundError(format_unsupported_message(fullname))
     # Every module is a package, so that Python calls this function for submodules that do not exist.
     locations = [str(location)] if location.is_dir() else []

@@ -87,7 +87,7 @@ class NumpyTransfers(HostTransfers):
             view = take_rows(array, rows)
             return view.copy() if must_copy else view
         # The buffer is reused, as the first write to new memory costs more than the copy.  This is safe: outputs of
-        # compiled functions do not alias their inputs.
+        # compiled functions do not alias their inputs, except those that the user allows to by ``borrow=True``.
         shape = (len(rows), *array.shape[1:])
         n_items = math.prod(shape)
         buffer = buffers.get("rows")

@@ -44,24 +44,24 @@ _rectifier = Elemwise(_MaximumWithZero(upcast_out, name="rectifier"))
 
 
 def is_rectifier(node: Any) -> bool:
-    """Whether an Apply node, or None, computes `rectifier`."""
+    """Whether a node computes `rectifier`; False for None."""
     return node is not None and node.op == _rectifier
 
 
 def match_masked_gradient(node: Any) -> tuple[Any, Any] | None:
-    """Return (y, g) if an Apply node, or None, computes ``switch(y <= 0, 0, g)``, a rectifier's gradient; else None."""
-    if not _is_elementwise(node, Switch):
+    """Return (y, g) if a node computes ``switch(y <= 0, 0, g)``, a rectifier's gradient; None for others and None."""
+    if not _applies_scalar_op(node, Switch):
         return None
     is_masked, zeros, g = node.inputs
-    if not _is_elementwise(is_masked.owner, LE) or not (_is_zero(zeros) and _is_zero(is_masked.owner.inputs[1])):
+    if not _applies_scalar_op(is_masked.owner, LE) or not (_is_zero(zeros) and _is_zero(is_masked.owner.inputs[1])):
         return None
     if g.dtype != node.outputs[0].dtype or g.type.broadcastable != node.outputs[0].type.broadcastable:
         return None
     return is_masked.owner.inputs[0], g
 
 
-def _is_elementwise(node: Any, scalar_op: type) -> bool:
-    return node is not None and isinstance(node.op, Elemwise) and isinstance(node.op.scalar_op, scalar_op)
+def _applies_scalar_op(node: Any, scalar_op_class: type) -> bool:
+    return node is not None and isinstance(node.op, Elemwise) and isinstance(node.op.scalar_op, scalar_op_class)
 
 
 def _is_zero(variable: Any) -> bool:

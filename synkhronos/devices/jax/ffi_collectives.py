@@ -86,7 +86,8 @@ class FfiCollectives:
     With the ``nccl_call_mode`` "python" XLA calls NCCL through a `LaunchCollectives`, with "native" through handlers in
     C++, with "graph" through handlers in C++ that XLA may record in a CUDA graph.
     An error ends the launch if ``aborts_on_error``.  Otherwise, and always with handlers in C++, the launch continues.
-    Its undefined reductions are then marked as invalid, so that the program can return old values of donated arrays.
+    The undefined reductions of the launch are then marked as invalid, so that the program can return old values of
+    donated arrays.
     """
 
     _numbers = itertools.count()
@@ -127,9 +128,9 @@ class FfiCollectives:
                 yield
             except Exception:  # possibly XLA's own, for a launch that a collective's error has ended
                 if self._aborts_on_error:
-                    self._raise_error()
+                    self._raise_stored_error()
                 raise
-            self._raise_error()
+            self._raise_stored_error()
             if n_collectives is not None and self._n_finished != n_collectives:
                 raise RuntimeError(f"the launch made {self._n_finished} collectives, expected {n_collectives}")
         finally:
@@ -160,7 +161,8 @@ class FfiCollectives:
         if not may_be_recorded and state.n_finished != n_collectives:
             raise RuntimeError(f"the launch made {state.n_finished} collectives, expected {n_collectives}")
 
-    def _raise_error(self) -> None:
+    def _raise_stored_error(self) -> None:
+        """Raise the error of a callback, if there was one."""
         if self._error is not None:
             raise self._error
 
@@ -196,7 +198,7 @@ class FfiCollectives:
         extra_operands: Sequence[Array] = (),
         shapes: Sequence[tuple[int, ...] | None] | None = None,
     ) -> tuple[list[Any], Any]:
-        """Trace the call that runs a collective on arrays, and waits for the chunks that were ``started`` before.
+        """Trace the last call of a collective: it runs the collective on the remaining ``arrays``, and waits for all.
 
         ``started`` are all arrays that `trace_start` has returned, and ``token`` its last token.  ``shapes`` has the
         argument ``shape`` of `trace_start` for each of ``arrays``.  ``extra_operands`` are further operands of the

@@ -56,7 +56,7 @@ class Settings:
     modelclass: str
     #: Folder to which the module's name is relative; ranks put it first in `sys.path`.
     pythonpath: str
-    #: Device of each rank of this machine: ``"cpu"``, or ``"cuda0"`` and so on.
+    #: Device of each rank of this machine: all ``"cpu"``, or ``"cuda0"`` and so on.
     devices: tuple[str, ...]
     #: Names of the machines with ranks, this one first, with optional numbers of ranks: ``"b:3"``.  Empty for one
     #: machine.
@@ -72,7 +72,7 @@ class Settings:
     seed: int = 0
     #: Whether ranks are bound to cores.
     bind: bool = True
-    #: Entries of the class's argument ``config``, without those that the run adds.
+    #: Entries of the class's argument ``config`` as the user gave them; the run adds others.
     config: dict[str, Any] = field(default_factory=dict)
     #: Values of `MODEL_OPTION_NAMES`, which override attributes of the class.
     model_options: dict[str, Any] = field(default_factory=dict)
