@@ -220,7 +220,8 @@ class HostTransfers:
     def wait_for_copies(self) -> None:
         """Wait until all inputs are copied from shared memory, so that it may be overwritten.
 
-        By default inputs are copied at once, or the functions that read them return when they have computed.
+        By default there is nothing to wait for.  Either inputs are copied at once, or the functions that read them have
+        computed when they return.
         """
 
     def stage_indexes(self, values: np.ndarray, buffers: Buffers) -> Array:
