@@ -20,9 +20,9 @@ class BSP(ExchangeRule):
     - ``average="params"`` (Theano-MPI's "avg"): each rank takes its own step, then parameters are averaged:
       x^i ← (1/p) Σ_j (x^j − η g^j(x^j)).
 
-    The results are equal for plain gradient descent and for momentum, but not for update rules such as
-    Adam, which scale the gradient.  If the loss has a weight (see `synkhronos.training.make_trainer`), the averages use
-    it.
+    The averages are weighted by the ranks' rows, or by the loss's weight (see `synkhronos.training.make_trainer`).  The
+    results are equal for plain gradient descent, and for momentum if the weights of a step are equal, but not for
+    update rules such as Adam, which scale the gradient.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ class BSP(ExchangeRule):
             raise ValueError(f"precision: expected None or 'bfloat16' for gradients, got {precision!r}")
 
     def exchange(self, context: RankContext, state: ExchangeState) -> None:
-        """Average parameters.  If the loss has a weight, ranks are weighted by it."""
+        """Average parameters, weighted by rows or by the loss's weight."""
         relative_weight = 1.0
         if state.count_items is not None:
             items = context.all_gather(state.count_items())

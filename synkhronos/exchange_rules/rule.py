@@ -119,7 +119,8 @@ class ExchangeRule:
         Parameters
         ----------
         states : list of dict
-            Saved state of each rank: ``params``, ``optimizer``, ``excluded``, ``own``, ``shared``, ``step``, ``since``.
+            Saved state of each rank: ``params``, ``optimizer``, ``excluded``, ``own``, ``shared``, ``step``,
+            ``steps_since_exchange``.
         n_ranks : int
             New number of ranks.
 

@@ -143,7 +143,8 @@ class ExchangeState:
         Learning rate of the last step.
     count_items : callable, optional
         Returns the number of items (such as words) in this rank's steps since the last exchange, if the loss is
-        weighted by items; None if it is a mean over rows.
+        weighted by items.  If it is a mean over rows, the number of rows of the last step if ranks have different
+        ones, as at the end of an epoch; else None.
     n_average_items : int
         Number of elements of the running averages, at the end of `vector`.
     own : dict

@@ -116,6 +116,14 @@ def test_functions_in_slots_are_found():
     assert len(group_variables(model).optimizer_state) == 1
 
 
+def test_learning_rate_that_a_step_updates_is_no_optimizer_state():
+    model = make_model_with_step(sgd)
+    model.shared_lr = shared(0.1, "learning_rate")
+    model.decay_fn = package.function([], [], updates=[(model.shared_lr, 0.5 * model.shared_lr)])
+    groups = group_variables(model)
+    assert (groups.optimizer_state, groups.other_variables) == ([], [model.shared_lr])
+
+
 def test_resumption_refuses_variables_of_another_update_rule():
     """A run does not know the update rule of a class: it compares the rules' variables."""
     rules_of = {rule.__name__: rule for rule in (sgd, momentum, nesterov_momentum, adagrad, rmsprop, adadelta)}

@@ -210,19 +210,31 @@ def test_on_death_before_the_first_copy_ends_training(monkeypatch):
         next(iterator)
 
 
-def test_on_death_keeps_changes_between_reports(monkeypatch):
+@pytest.mark.parametrize(("name", "command"), [("BSP", 3), ("DiLoCo", 4), ("EASGD", 4)])
+def test_on_death_keeps_changes_between_reports(monkeypatch, name, command):
     fork_ranks(RANKS)
-    model = Model("BSP")
+    model = Model(name)
     iterator = model.epochs(epochs=3, on_death="continue")
     next(iterator)
     synk.broadcast(model.w, np.full(4, 7.0))
-    synk.broadcast(model.trainer.learning_rate, np.zeros(()))
-    CommandKiller(monkeypatch, {3: (1, True)}, waits=False)
-    model.trainer.schedule = lambda epoch: 0.0
+    synk.broadcast(model.trainer.learning_rate, np.full((), 1e-300))
+    CommandKiller(monkeypatch, {command: (1, True)}, waits=False)
+    model.trainer.schedule = 1e-300
     report = next(iterator)
-    assert report.deaths and report.learning_rate == 0
-    np.testing.assert_array_equal(model.w.get_value(), np.full(4, 7.0))
+    assert report.deaths and report.learning_rate == 1e-300
+    np.testing.assert_allclose(model.w.get_value(), np.full(4, 7.0), rtol=1e-15)
     iterator.close()
+
+
+def test_on_death_before_the_copy_of_changes_between_reports_ends_training(monkeypatch):
+    fork_ranks(RANKS)
+    model = Model("DiLoCo")
+    iterator = model.epochs(epochs=2, on_death="continue")
+    next(iterator)
+    synk.broadcast(model.w, np.full(4, 7.0))
+    CommandKiller(monkeypatch, {1: (1, True)}, waits=False)
+    with pytest.raises(synk.WorkerError, match="SIGKILL"):  # the earlier copy would undo the change
+        next(iterator)
 
 
 def test_on_death_error_between_reports_can_be_caught(monkeypatch):

@@ -16,7 +16,8 @@ from synkhronos.training import CheckpointError, CheckpointFolder, Recorder, mak
 from synkhronos.training.monitoring.meter import RankTotals
 from synkhronos.training.monitoring.recorder import read_records
 from synkhronos.training.monitoring.report import make_report
-from synkhronos.training.updates import sgd
+from synkhronos.training.train_function.train_function import TrainFunction
+from synkhronos.training.updates import adam, partition, sgd
 
 # -- going on ------------------------------------------------------------------------------------------------
 
@@ -103,7 +104,7 @@ def test_resume_after_early_stop_trains_nothing(tmp_path, two_ranks_per_test):
 
 def get_weight_and_own(context, name):
     storage = context.get_persistent_dict(name)
-    return storage["state"].own["weight"], np.array(storage["own"])
+    return storage["state"].own["weight"], np.array(storage["own_params"])
 
 
 @pytest.mark.skipif(XLA, reason="the trainer's own bookkeeping, and XLA takes seconds to compile")
@@ -128,6 +129,15 @@ class Counts(exchange_rules.ExchangeRule):
             raise RuntimeError("not now")
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_trainer_starts_from_params_that_the_user_has_set(name, two_ranks_per_test):
+    model = Model(name, rate=1e-300)
+    list(model.epochs(5, 1))
+    synk.broadcast(model.w, np.full(4, 100.0))
+    list(model.epochs(5, 2))
+    np.testing.assert_allclose(model.values(), [100.0] * 4 + [0.0], rtol=1e-12, atol=1e-200)
+
+
 @pytest.mark.skipif(XLA, reason="the trainer's own bookkeeping, and XLA takes seconds to compile")
 def test_trainer_continues_after_an_error(two_ranks_per_test):
     x, w = tensor.dmatrix("x"), shared(np.zeros(4), "w")
@@ -137,15 +147,60 @@ def test_trainer_continues_after_an_error(two_ranks_per_test):
     assert w.get_value().tolist() == [6.0] * 4
     with pytest.raises((RuntimeError, synk.WorkerError), match="not now"):
         next(reports)
-    list(trainer.epochs(X, [], 5, 2))
+    with pytest.warns(RuntimeWarning, match=r"continues after 60 rows: an error .* steps on later rows may remain"):
+        list(trainer.epochs(X, [], 5, 2))
     assert w.get_value().tolist() == [15.0] * 4  # 6 + 3 + 6
+
+
+class InterruptedSchedule:
+    """Constant rate; after half of the first epoch, its first call raises KeyboardInterrupt."""
+
+    is_interrupted = False
+
+    def __call__(self, epoch):
+        if 0.5 <= epoch < 1 and not self.is_interrupted:
+            self.is_interrupted = True
+            raise KeyboardInterrupt
+        return 0.05 + 1e-12 * epoch  # every step sets the rate
+
+
+def test_bsp_continues_after_the_last_step_before_an_interrupt(tmp_path, two_ranks_per_test):
+    values, records = [], []
+    for is_interrupted in (True, False):
+        schedule, recorder = InterruptedSchedule(), Recorder(tmp_path / str(is_interrupted), every=1)
+        schedule.is_interrupted = not is_interrupted
+        model = Model("BSP", rate=schedule)
+        if is_interrupted:
+            with pytest.raises(KeyboardInterrupt):
+                list(model.epochs(5, 1, recorder=recorder))
+        (report,) = model.epochs(5, 1, recorder=recorder)
+        assert model.count_uses().tolist() == [1.0] * ROWS
+        values.append((report.rows_seen, report.steps, report.loss, model.values().tolist()))
+        records.append([(line["step"], line["seen"], line["loss"]) for line in read_records(recorder.folder)["rank-0"]])
+    assert values[0] == values[1]
+    assert records[0] == records[1]
+
+
+def test_interrupt_within_a_step_warns_that_it_may_be_repeated(monkeypatch, two_ranks_per_test):
+    model = Model("BSP")
+
+    def interrupt(self, *args, take=TrainFunction.take_steps_with_weights):
+        take(self, *args)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TrainFunction, "take_steps_with_weights", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        list(model.epochs(5, 1))
+    with pytest.warns(RuntimeWarning, match=r"continues after 0 rows: an error .* steps on later rows may remain"):
+        list(model.epochs(5, 1))
 
 
 def set_different_steps(context, name):
     storage = context.get_persistent_dict(name)
     storage["state"].step += context.number
     storage["state"].steps_since_exchange = context.number
-    del storage["own"]
+    del storage["own_params"]
 
 
 def get_steps(context, name):
@@ -406,7 +461,76 @@ def test_excluded_parameters_stay_local(two_ranks_per_test):
     assert abs(b[0] - b[1]).max() > 1e-6
 
 
+def test_moments_of_an_excluded_parameter_stay_local(two_ranks_per_test):
+    x, y = tensor.dmatrix("x"), tensor.dvector("y")
+    w, b, c = shared(np.zeros(4), "w"), shared(0.0, "b"), shared(0.0, "c")
+    rule = exchange_rules.LocalSGD(1, state="average", exclude=lambda p: p.name == "b")
+    loss = ((tensor.dot(x, w) + b + c - y) ** 2).mean()
+    for update_rule in (adam, partition((lambda p: p.name == "b", adam), sgd)):
+        trainer = make_trainer(loss, [w, b, c], x, y, update_rule, rule)
+        list(trainer.epochs(X, Y, 5, 1))
+        moments = {s.name: synk.gather(s, nd_up=1) for s in trainer.optimizer_state}
+        assert {name for name, (first, second) in moments.items() if np.any(first != second)} == {"b_m", "b_v"}
+
+
+def update_learning_rate(loss, params, learning_rate, weight=None):
+    updates = sgd(loss, params, learning_rate, weight=weight)
+    updates.param_updates[learning_rate] = learning_rate * 0.5
+    return updates
+
+
+def test_learning_rate_that_steps_update_is_not_reset(two_ranks_per_test):
+    x, w = tensor.dmatrix("x"), shared(np.zeros(4), "w")
+    rule = exchange_rules.LocalSGD(2, state="reset")
+    trainer = make_trainer(tensor.dot(x, w).mean(), [w], x, [], update_learning_rate, rule, 0.5)
+    list(trainer.epochs(X, [], 5, 1))
+    assert trainer.learning_rate.get_value() == 0.5**7  # after six steps
+
+
+@pytest.mark.parametrize("name", ["BSP", "LocalSGD"])
+def test_learning_rate_that_the_user_sets_warns(name, two_ranks_per_test):
+    model = Model(name, rate=1e-3)
+    list(model.epochs(5, 1))
+    synk.broadcast(model.trainer.learning_rate, np.zeros(()))
+    with pytest.warns(
+        RuntimeWarning, match=r"has been set to 0, but the schedule sets it to 0\.001: set Trainer.schedule"
+    ):
+        (report,) = model.epochs(5, 2)
+    assert report.learning_rate == model.trainer.learning_rate.get_value() == 1e-3
+    model.trainer.schedule = 1e-4
+    assert next(model.epochs(5, 3)).learning_rate == 1e-4  # without a warning
+
+
+@pytest.mark.skipif(XLA, reason="the trainer's own bookkeeping, and XLA takes seconds to compile")
+@pytest.mark.parametrize("batch_size", [3, 5])  # in the last step a rank has fewer rows, or none
+def test_averages_of_parameters_are_weighted_by_rows(batch_size, two_ranks_per_test):
+    values = []
+    for name in ("BSP", "BSP of parameters"):
+        model = Model(name, rows=13)
+        list(model.epochs(batch_size, 1, rows=13))
+        values.append(model.values())
+    np.testing.assert_allclose(values[1], values[0], rtol=1e-13)
+
+
+def test_interval_of_weight_0_has_a_loss_of_nan(two_ranks_per_test):
+    x, mask, w = tensor.dmatrix("x"), tensor.dvector("mask"), shared(np.zeros(4), "w")
+    loss = (mask * (tensor.dot(x, w) - 1) ** 2).sum() / mask.sum()
+    trainer = make_trainer(loss, [w], x, mask, sgd, weight=mask.sum(), validate={"error": (loss, "mean", mask.sum())})
+    ones = np.ones(ROWS)
+    ones[np.random.default_rng((0, 0)).permutation(ROWS)[10:20]] = 0
+    reports = list(trainer.epochs(X, ones, 5, 1, every=1, valid=(X, 0 * ones), patience=9))
+    assert np.isnan([report.loss for report in reports]).tolist() == [False, True, False, False, False, False]
+    assert np.isnan([report.validation["error"] for report in reports]).all()
+
+
 # -- errors --------------------------------------------------------------------------------------------------
+
+
+def test_schedule_under_a_local_rule_has_to_be_pickled(two_ranks_per_test):
+    with pytest.raises(
+        TypeError, match=r"learning_rate: under LocalSGD.* expected one that can be pickled, .* got <fun"
+    ):
+        list(Model("LocalSGD", rate=lambda epoch: 0.1).epochs(5, 1))
 
 
 def test_checkpoint_folder_is_locked_by_a_trainer(fork, tmp_path):

@@ -181,9 +181,13 @@ def get_batch_size(model: Any) -> int:
     return int(size) if isinstance(size, int | np.integer) else 1
 
 
+#: Names of a model's attribute that has the learning rate, in the order of preference.
+LEARNING_RATE_NAMES = ("shared_lr", "lr", "learning_rate")
+
+
 def get_learning_rate(model: Any) -> float:
     """Return the value of the model's ``shared_lr``, ``lr`` or ``learning_rate``, or NaN if the model has none."""
-    for name in ("shared_lr", "lr", "learning_rate"):
+    for name in LEARNING_RATE_NAMES:
         value: Any = getattr(model, name, None)
         if hasattr(value, "get_value"):
             value = value.get_value()

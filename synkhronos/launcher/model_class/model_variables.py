@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from synkhronos.graph_libraries import get_library
-from synkhronos.launcher.model_class.model_interface import ModelInterfaceError
+from synkhronos.launcher.model_class.model_interface import LEARNING_RATE_NAMES, ModelInterfaceError
 from synkhronos.training.checkpoints.variables_by_role import VariablesByRole
 
 
@@ -18,10 +18,10 @@ def group_variables(model: Any, exclude_normalization: bool = False) -> Variable
     The functions are attributes of the model, or elements of lists that are attributes.  They are visited in the
     alphabetical order of the attributes, so the order is equal on all ranks and in all runs.
 
-    - `exchanged` and `excluded`: the model's ``params``.
-    - `optimizer`: floats that a function updates, such as velocities and running averages.
+    - `exchanged_variables` and `excluded_params`: the model's ``params``.
+    - `optimizer_state`: floats that a function updates, such as velocities and running averages.
     - `generators`: random generators of a function.
-    - `other_variables`: integers that a function updates, and scalars that it reads, such as a learning rate.
+    - `other_variables`: integers that a function updates, scalars that it reads, and the learning rate.
 
     Variables in `Model.step_outputs` and in ``vels2`` are in no group: the former are results, the latter memory of the
     exchange.  ``vels`` of a sharded optimizer is in no group either.
@@ -45,8 +45,9 @@ def group_variables(model: Any, exclude_normalization: bool = False) -> Variable
     sharded_variables = getattr(model, "sharded_variables", {})
     results = *(getattr(model, "vels2", None) or ()), *getattr(model, "step_outputs", ())
     grouped_ids = {id(shared) for shared in (*model.params, *results, *(model.vels if sharded_variables else ()))}
+    rate_ids = {id(getattr(model, name, None)) for name in LEARNING_RATE_NAMES}
     for function in _iterate_functions(model):
-        _group_function_variables(function, groups, grouped_ids)
+        _group_function_variables(function, groups, grouped_ids, rate_ids)
     wholes = {id(variable.shard): whole for whole, variable in sharded_variables.items()}
     # A sharded and an unsharded optimizer resume from each other's checkpoints, and their functions' inputs differ.
     order = {id(shared): i for i, shared in enumerate(getattr(model, "updated_variables", ()))}
@@ -82,8 +83,13 @@ def _iterate_shared_inputs(function: Any) -> Iterator[Any]:
     yield from (i for i in function.maker.inputs if getattr(i, "implicit", False))
 
 
-def _group_function_variables(function: Any, groups: VariablesByRole, grouped_ids: set[int]) -> None:
-    """Add a function's shared variables to ``groups``, except those in ``grouped_ids``.  Add their ids there."""
+def _group_function_variables(
+    function: Any, groups: VariablesByRole, grouped_ids: set[int], rate_ids: set[int]
+) -> None:
+    """Add a function's shared variables to ``groups``, except those in ``grouped_ids``.  Add their ids there.
+
+    ``rate_ids`` are the ids of learning rates, which a function may update, too.
+    """
     for function_input in _iterate_shared_inputs(function):
         shared = function_input.variable
         if id(shared) in grouped_ids:
@@ -94,7 +100,9 @@ def _group_function_variables(function: Any, groups: VariablesByRole, grouped_id
             groups.generators.append(shared)
         elif not library.is_array(shared):
             continue
-        elif function_input.update is not None and np.dtype(shared.type.dtype).kind == "f":
+        elif (
+            function_input.update is not None and np.dtype(shared.type.dtype).kind == "f" and id(shared) not in rate_ids
+        ):
             groups.optimizer_state.append(shared)
         elif function_input.update is not None or shared.type.ndim == 0:
             groups.other_variables.append(shared)

@@ -6,7 +6,7 @@ Trainers and the launcher save and resume::
     all ranks: restore_state <-- one rank: check_can_resume <-- CheckpointFolder
 
 While a report is made, all ranks have the exchange rule's consensus parameters (`set_params_to_consensus`).  Each rank
-stores its own parameters under ``"own"`` until the next step.  A checkpoint has each rank's own parameters.
+stores its own parameters under ``"own_params"`` until the next step.  A checkpoint has each rank's own parameters.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def read_state(context: RankContext, spec: RankStateSpec) -> dict[str, Any]:
     """Return the state of this rank.  For joint steps, ranks other than 0 return only entries that may differ.
 
     ``others``, ``params``, ``optimizer`` and ``excluded`` are values of the variables in `VariablesByRole`, ``streams``
-    those of its generators.  ``own``, ``step`` and ``since`` are attributes of `ExchangeState`; ``own`` is None before
-    the first step, when there is no such state.
+    those of its generators.  ``own``, ``step`` and ``steps_since_exchange`` are attributes of `ExchangeState`; ``own``
+    is None before the first step, when there is no such state.
     """
     variables, storage = spec.variables, context.get_persistent_dict(spec.name)
     state: ExchangeState | None = storage.get("state")
@@ -61,7 +61,7 @@ def read_state(context: RankContext, spec: RankStateSpec) -> dict[str, Any]:
         return {"streams": streams, "others": variables.read_other_values()}
     return {
         "streams": streams,
-        **variables.read_values(None if state is None else storage["own"]),
+        **variables.read_values(storage.get("own_params")),
         "own": None if state is None else {key: np.array(value) for key, value in state.own.items()},
         "step": 0 if state is None else state.step,
         "steps_since_exchange": 0 if state is None else state.steps_since_exchange,
@@ -108,7 +108,7 @@ def _unpack_states(content: Checkpoint, spec: RankStateSpec) -> list[dict[str, A
 
 
 def set_params_to_consensus(context: RankContext, name: str, exchange_rule: ExchangeRule) -> None:
-    """Set the parameters to the exchange rule's consensus, and store this rank's own parameters under ``"own"``.
+    """Set the parameters to the exchange rule's consensus, and store this rank's own parameters.
 
     Do nothing before the first step: all ranks have equal parameters then.
     """
@@ -117,16 +117,48 @@ def set_params_to_consensus(context: RankContext, name: str, exchange_rule: Exch
     if state is None:
         return
     consensus = exchange_rule.compute_consensus(context, state)
-    storage["own"] = state.vector  # after the consensus, which may receive messages that change it
+    storage["own_params"] = state.vector  # after the consensus, which may receive messages that change it
     state.vector = consensus
+    storage["consensus"] = state.vector  # as rounded to the dtypes of the variables
 
 
 def restore_own_params(context: RankContext, name: str) -> None:
     """Set the parameters back to this rank's own, if `set_params_to_consensus` has replaced them."""
     storage = context.get_persistent_dict(name)
-    if "own" in storage:
-        storage["state"].vector = storage["own"]
-        del storage["own"]  # last, since an interrupt before it must not lose the parameters
+    if "own_params" in storage:
+        storage["state"].vector = storage["own_params"]
+        del storage["own_params"]  # after that, since an interrupt before it must not lose the parameters
+    storage.pop("consensus", None)
+
+
+def has_new_params(storage: Mapping[str, Any]) -> bool:
+    """Whether the user has set this rank's parameters since `set_params_to_consensus`.  False after an interrupt."""
+    return "consensus" in storage and not bool((storage["state"].vector == storage["consensus"]).all())
+
+
+def prepare_steps(context: RankContext, spec: RankStateSpec) -> None:
+    """Set the parameters back to this rank's own, and make the state for the first step.  A collective.
+
+    The state is made anew if the user has set parameters since the last report: the rule then starts from these.  The
+    same applies if an interrupt has stopped the ranks at different steps: they start from the mean of their parameters.
+    """
+    storage, exchange_rule = context.get_persistent_dict(spec.name), spec.exchange_rule
+    state: ExchangeState | None = storage.get("state")
+    step_counts = None if state is None else (state.step, state.steps_since_exchange)
+    entries = context.all_gather((step_counts, has_new_params(storage)))
+    if any_set_by_user := any(is_set for _, is_set in entries):
+        storage.pop("own_params", None)
+    restore_own_params(context, spec.name)
+    present_counts = [counts for counts, _ in entries if counts is not None]
+    are_in_step = len(present_counts) == len(entries) and (exchange_rule.asynchronous or len(set(present_counts)) == 1)
+    if are_in_step and not any_set_by_user:
+        return
+    state = spec.make_state()
+    state.step = max([step for step, _ in present_counts], default=0)
+    if present_counts and not any_set_by_user:
+        state.vector = context.all_reduce(state.vector)
+    exchange_rule.setup(context, state)
+    storage["state"] = state
 
 
 def restore_state(context: RankContext, spec: RankStateSpec, path: str, root: int) -> None:
@@ -163,7 +195,7 @@ def write_state(context: RankContext, spec: RankStateSpec, saved_state: dict[str
     state.own = {
         key: value if np.ndim(value) else np.asarray(value).item() for key, value in saved_state["own"].items()
     }
-    storage["own"] = saved_state["params"]
+    storage["own_params"] = saved_state["params"]
 
 
 def resize_states(saved_states: list[dict[str, Any]], spec: RankStateSpec, n_ranks: int) -> list[dict[str, Any]]:

@@ -43,10 +43,14 @@ class VariablesByRole:
         if not exchanged_params:
             raise ValueError("exclude: expected it to leave some parameter to be exchanged, but it excludes all")
         excluded = [p for p, is_excluded in zip(params, excluded_flags, strict=True) if is_excluded]
-        optimizer = graph.optimizer_state
-        if len(optimizer) == len(params):  # a variable per parameter, such as a velocity
-            optimizer = [s for s, is_excluded in zip(optimizer, excluded_flags, strict=True) if not is_excluded]
-        optimizer = [s for s in optimizer if np.dtype(s.type.dtype).kind == "f"]
+        library, learning_rate = get_library(graph.loss), graph.update_rule_kwargs.get("learning_rate")
+        optimizer = [s for s in graph.optimizer_state if np.dtype(s.type.dtype).kind == "f" and s is not learning_rate]
+        if excluded:  # their own variables, such as velocities, are not exchanged either
+            read_by_exchanged, read_by_excluded = (
+                set(library.find_shareds([graph.rule_updates.param_updates[p] for p in group]))
+                for group in (exchanged_params, excluded)
+            )
+            optimizer = [s for s in optimizer if s in read_by_exchanged or s not in read_by_excluded]
         averages = [u.shared for u in graph.extra_updates if u.op == "mean"]
         grouped = {id(s) for s in [*exchanged_params, *excluded, *optimizer, *averages]}
         other_variables = [
@@ -54,7 +58,6 @@ class VariablesByRole:
         ]
         other_variables = [s for s in other_variables if hasattr(s.type, "dtype")]
         variables = [*graph.x, *graph.y, graph.loss, *(u.expression for u in graph.extra_updates)]
-        library = get_library(graph.loss)
         generators = [s for s in library.find_shareds(variables) if library.is_generator(s)]
         return cls([*exchanged_params, *averages], optimizer, excluded, other_variables, generators, len(averages))
 

@@ -78,7 +78,12 @@ def _parse_metric(name: str, entry: Any) -> Metric:
 
 
 class MetricTotals:
-    """Reductions of metrics over batches.  ``rows`` is the number of rows so far."""
+    """Reductions of metrics over batches.  ``rows`` is the number of rows so far.
+
+    After `compute`, ``metrics_of_weight_0`` has the names of means whose weights are all 0.
+    """
+
+    metrics_of_weight_0: set[str]
 
     def __init__(self, metrics: Mapping[str, Metric]):
         self._metrics = metrics
@@ -95,10 +100,13 @@ class MetricTotals:
         """Return each metric's value over all batches, by name.  A mean whose weights are all 0 is NaN."""
         values = iter(float(total.get_result()) for total in self._totals)
         results = {}
+        self.metrics_of_weight_0 = set()
         for name, metric in self._metrics.items():
             value = next(values)
             if metric.weight is not None:
                 weight = next(values)
                 value = value / weight if weight else np.nan
+                if not weight:
+                    self.metrics_of_weight_0.add(name)
             results[name] = value
         return results

@@ -89,7 +89,8 @@ def make_train_function_serial(
 ) -> SerialTrainFunction:
     """Make a function that takes a training step in this process alone, without Synkhronos.
 
-    Its results are equal to those of `make_train_function`, but it needs no ranks: for comparisons and debugging.
+    Its results are equal to those of `make_train_function`, if the loss is a mean over rows as required there, but it
+    needs no ranks: for comparisons and debugging.
 
     Parameters
     ----------

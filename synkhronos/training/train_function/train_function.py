@@ -494,7 +494,8 @@ def make_train_function(
     Parameters
     ----------
     loss : scalar variable
-        Loss to minimize: a mean over the rows of `x`, plus terms that do not depend on the rows, if any.
+        Loss to minimize: a mean over the rows of `x`, plus terms that do not depend on the rows, if any.  Ranks average
+        it, so a sum over rows would be divided by the number of ranks.
     params : list of shared variables
         Parameters to train.
     x, y : variable or list of variables

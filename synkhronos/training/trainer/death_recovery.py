@@ -137,6 +137,12 @@ class RecoveryPolicy(DeathPolicy):
     def refresh_copy(self) -> None:
         if self._session.has_kept_memory:  # the user's code has caught the error of a death
             self._recover(RuntimeError(self._session.close_reason), time.perf_counter())
+        spec = self._state.spec
+        stored = self._session.rank.get_or_add_object(("persistent dict", spec.name), dict)
+        if "state" in stored:
+            if rank_state.has_new_params(stored):
+                self.has_copy = False  # a death would undo the user's change, so it ends training until the next copy
+            self.run_idempotent(lambda: run(rank_state.prepare_steps, spec))
         self.run_idempotent(self._copy_state)
 
     @contextlib.contextmanager

@@ -33,6 +33,8 @@ class JointBatchLoop(TrainerBatchLoop):
         assert model.joint_step is not None
         self._step, self._learning_rate = model.joint_step, model.learning_rate
         self._death_policy = death_policy
+        #: Whether a step has begun that is not recorded yet.
+        self.is_step_unrecorded = False
         self._max_steps_per_launch = min(source.max_steps_per_launch, death_policy.max_steps_per_launch)
         data = source.data
         self._x = data[: len(graph.x)] if graph.x_is_list else data[0]
@@ -68,7 +70,12 @@ class JointBatchLoop(TrainerBatchLoop):
             # The losses are read now, since the death of a rank would lose its unread losses.
             return [(float(loss), weight if weight is None else float(weight)) for loss, weight in losses]
 
+        self.is_step_unrecorded = True
         return self._death_policy.run_update(take_on_all_ranks, len(rows))
+
+    def record(self, batches: BatchGroup) -> None:
+        super().record(batches)
+        self.is_step_unrecorded = False
 
     def free_after_steps(self, position_ranges: list[tuple[int, int]], steps: int) -> None:
         """Free the rows: `take_steps` has waited for the steps."""
@@ -92,7 +99,9 @@ def take_joint_steps(
         with contextlib.suppress(RowsMovedError):  # the next loop repeats the step
             loop.run()
     finally:
-        state.rate = loop.rate
-    loop.write_lines(flush=True)
-    state.position.steps = loop.meter.total_steps
-    return loop.end, loop.meter.get_totals(loop.rate)
+        # After an error or an interrupt, the next call of `epochs` continues after the last recorded step.
+        state.rate, position, totals = loop.rate, state.position, loop.meter.get_totals(loop.rate)
+        position.epoch_position, position.steps, position.totals = loop.end, loop.meter.total_steps, [totals]
+        position.may_have_trained_more = loop.is_step_unrecorded
+        loop.write_lines(flush=True)
+    return loop.end, totals

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from synkhronos.exchange_rules.state import BATCHES_KEY
 from synkhronos.loading.loader import LoaderRows
 from synkhronos.programs import LocalFunction, LocalRows, RankContext
 from synkhronos.programs.rank_context import get_batch_counts_lock
-from synkhronos.training.checkpoints.rank_state import RankStateSpec, restore_own_params, set_params_to_consensus
+from synkhronos.training.checkpoints.rank_state import RankStateSpec, prepare_steps, set_params_to_consensus
 from synkhronos.training.loops.batch_loop import PeriodicExchange
 from synkhronos.training.loops.stop_signals import StopAgreement, get_stop_signal
 from synkhronos.training.monitoring.meter import Meter, RankTotals
@@ -75,6 +76,9 @@ class LocalBatchLoop(TrainerBatchLoop):
             n_rounds = max(1, min(self.periodic_exchange.restart_countdown(), self.max_steps_per_launch, n_full_rounds))
             end = min(plan.stop, position + n_rounds * n_ranks * plan.batch_size)
             starts = [position + (i * n_ranks + number) * plan.batch_size for i in range(n_rounds)]
+            if not plan.has_loss_weight:
+                n_rows, is_even = min(end - starts[0], plan.batch_size), n_rounds <= n_full_rounds
+                self.state.count_items = None if is_even else partial(max, 0, n_rows)
             yield BatchGroup(position, starts, end)
             position = end
 
@@ -185,28 +189,11 @@ def take_local_steps(
 
     Return the position reached, which is before ``plan.stop`` if a signal has stopped the ranks, and the rank's totals.
     """
-    storage, exchange_rule = context.get_persistent_dict(spec.name), spec.exchange_rule
-    state: ExchangeState | None = storage.get("state")
-    restore_own_params(context, spec.name)  # does nothing after an interrupt
-    step_counts = context.all_gather(None if state is None else (state.step, state.steps_since_exchange))
-    present_counts = [counts for counts in step_counts if counts is not None]
-    if (
-        state is None
-        or len(present_counts) < len(step_counts)
-        or not exchange_rule.asynchronous
-        and len(set(step_counts)) > 1
-    ):
-        # All ranks make a new state at the first loop, or if an interrupt has stopped them at different steps.
-        state = spec.make_state()
-        state.step = max([step for step, _ in present_counts], default=0)
-        if present_counts:
-            state.vector = context.all_reduce(state.vector)
-        exchange_rule.setup(context, state)
-        storage["state"] = state
+    prepare_steps(context, spec)
     loop = LocalBatchLoop(context, plan, step, learning_rate, spec, source, batch_counts)
     loop.run()
     loop.wait_for_launched_steps()
     with loop.meter.time_activity("exchange"):
-        set_params_to_consensus(context, spec.name, exchange_rule)
+        set_params_to_consensus(context, spec.name, spec.exchange_rule)
     loop.write_lines(flush=True)
     return loop.end, loop.meter.get_totals(loop.rate)

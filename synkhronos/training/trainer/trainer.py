@@ -51,6 +51,7 @@ class Trainer:
         The trained parameters.  After each report the master has the consensus of all ranks: the centre, or the mean.
         The same applies to `extra_updates` with the op "mean".
     learning_rate : shared variable
+        Present learning rate.  Set `schedule` to change it.
     rule : ExchangeRule
     schedule : callable
         Schedule of the learning rate; another one may be set between two reports.

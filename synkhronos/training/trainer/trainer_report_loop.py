@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import itertools
 import math
+import pickle
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from synkhronos import ranks
 from synkhronos.checks import describe
@@ -78,6 +82,8 @@ class TrainerReportLoop(ReportLoop):
         keep_best = None if self.checkpoints is None else self.checkpoints.keep_best
         self.metric = keep_best or (self.first_metric, "min")
         self.saves_best = keep_best is not None
+        #: Metrics of the last validation whose weights are all 0, which are NaN.
+        self.metrics_of_weight_0: set[str] = set()
         self.checkpoint_every = 0 if self.checkpoints is None else self.checkpoints.every
 
     @property
@@ -125,6 +131,15 @@ class TrainerReportLoop(ReportLoop):
             )
         elif checkpoints is not None:
             checkpoints.check_no_newer(self.position.n_rows_seen)
+        if self.position.may_have_trained_more:
+            warnings.warn(
+                f"Trainer.epochs() continues after {self.position.n_rows_seen:,} rows: an error or an interrupt ended "
+                "the last call, whose steps on later rows may remain in the parameters; to undo them, resume from a "
+                "checkpoint: resume=...",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            self.position.may_have_trained_more = False
         label = "loss" if self.valid is None else f"validation {self.first_metric}"
         if self.metric != (self.first_metric, "min"):
             label += f", {' '.join(self.metric)}"
@@ -147,6 +162,7 @@ class TrainerReportLoop(ReportLoop):
     # -- an interval -----------------------------------------------------------------------------------------
 
     def train(self) -> bool:
+        self._warn_of_set_learning_rate()
         self.death_policy.refresh_copy()
         position = self.position
         if not position.epoch_position:
@@ -162,6 +178,24 @@ class TrainerReportLoop(ReportLoop):
                 result = self._train_until_copy()
             position.epoch_position, position.totals = result
         return not self.is_stop_requested()
+
+    def _warn_of_set_learning_rate(self) -> None:
+        """Warn if the user has set the learning rate's variable, which the schedule sets again."""
+        model, state = self.model, self.model.state
+        if math.isnan(state.rate) or model.learning_rate in model.graph.rule_updates.param_updates:
+            return
+        value = np.asarray(model.learning_rate.get_value())
+        if value != np.asarray(state.rate, value.dtype):
+            state.rate = math.nan
+            epoch = self.position.epoch + self.position.epoch_position / self.data.n_epoch_rows
+            rate = schedules.compute_rate(model.schedule, epoch)
+            if value != np.asarray(rate, value.dtype):
+                warnings.warn(
+                    f"Trainer.learning_rate has been set to {value:g}, but the schedule sets it to {rate:g}: set "
+                    "Trainer.schedule to change the rate",
+                    RuntimeWarning,
+                    stacklevel=5,
+                )
 
     def _begin_epoch(self) -> None:
         """Start an epoch of all rows that the data have now."""
@@ -243,14 +277,16 @@ class TrainerReportLoop(ReportLoop):
             if isinstance(source, LoaderRows):
                 source.record_position(end)
             if end == plan.stop and not any(total.rows for total in totals):
+                position.epoch_position = plan.start
                 raise LoadError(
                     f"none of the rows from {plan.start:,} to {end:,} of epoch {plan.epoch} could be read",
                     plan.epoch,
                     end,
                 )
-        except (LoadError, WorkerError):
+        except (LoadError, WorkerError) as error:
             if loader is not None:
                 loader.close()  # a loader process may have died
+                error.add_note("To continue a trainer, call epochs() again, or resume from a checkpoint.")
             raise
         return end, totals
 
@@ -260,9 +296,19 @@ class TrainerReportLoop(ReportLoop):
         if len(self.batch_counts) != length:  # a rank was left out
             self.batch_counts = make_data(shape=(length,), dtype="int64")
         self.batch_counts[...] = 0
+        try:
+            pickle.dumps(model.schedule)
+        except Exception as error:
+            raise TypeError(
+                f"learning_rate: under {model.exchange_rule!r} ranks call the schedule, so expected one that can be "
+                f"pickled, such as a function of a module, got {model.schedule!r}"
+            ) from error
+        self.position.may_have_trained_more = True
         results: list[tuple[int, RankTotals]] = run(
             take_local_steps, plan, model.local_step, model.learning_rate, model.state.spec, source, self.batch_counts
         )
+        self.position.may_have_trained_more = False
+        model.state.rate = results[self.session.rank.number][1].learning_rate
         return results
 
     def make_report(self) -> Report:
@@ -313,11 +359,14 @@ class TrainerReportLoop(ReportLoop):
         if not totals.rows:
             raise LoadError("none of the rows of the validation data could be read")
         report.validation = totals.compute()
+        self.metrics_of_weight_0 = totals.metrics_of_weight_0
         return not self.is_stop_requested()
 
     def finish_interval(self, report: Report) -> None:
         """Move to the next interval, and pass the report to the recorders.  Raise FloatingPointError for NaN."""
-        if not all(map(math.isfinite, [report.loss, *report.validation.values()])):
+        values = [value for name, value in report.validation.items() if name not in self.metrics_of_weight_0]
+        values += [report.loss] if sum(total.weight_sum for total in self.position.totals) else []
+        if not all(map(math.isfinite, values)):
             raise FloatingPointError(
                 f"the loss is {report.loss} after {report.rows_seen:,} rows, validation {report.validation}: "
                 f"{self._explain_nonfinite(report)}; nothing was saved since"

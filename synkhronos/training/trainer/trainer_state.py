@@ -49,6 +49,8 @@ class TrainerPosition:
     #: Number of joint steps; ranks that take their own steps count them in their `ExchangeState`.
     steps: int = 0
     n_rows_of_earlier_epochs: int = 0
+    #: Whether an error or an interrupt may have left steps on rows after `epoch_position` in the parameters.
+    may_have_trained_more: bool = False
     order_key: OrderKey = OrderKey(0, 0, None)
 
     @property
