@@ -355,6 +355,32 @@ def test_on_death_leaves_out_all_workers_before_the_first_step(name, monkeypatch
     np.testing.assert_array_equal(*values)
 
 
+#: Processes that `get_rate_or_interrupt` interrupts.
+PIDS_TO_INTERRUPT: set[int] = set()
+
+
+def get_rate_or_interrupt(epochs):
+    """Return a rate, or interrupt a process within its second epoch; copies of a schedule share no state."""
+    if epochs > 1.2 and os.getpid() in PIDS_TO_INTERRUPT:
+        PIDS_TO_INTERRUPT.remove(os.getpid())
+        raise KeyboardInterrupt
+    return 0.01
+
+
+@pytest.mark.parametrize("name", ["EASGD", "LocalSGD"])
+def test_on_death_goes_on_after_an_interrupt_within_steps(name):
+    fork_ranks(2)
+    PIDS_TO_INTERRUPT.add(os.getpid())
+    model = Model(name, rate=get_rate_or_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        list(model.epochs(epochs=3, on_death="continue"))
+    with pytest.warns(RuntimeWarning, match="continues after 60 rows"):
+        for report in model.epochs(epochs=3, on_death="continue"):
+            for pid in ranks.get_session().worker_pids.values() if report.epoch == 2 else ():
+                os.kill(pid, signal.SIGKILL)
+    assert (report.rows_seen, len(report.deaths)) == (3 * ROWS, 1)
+
+
 def test_on_death_raises_an_error_of_the_rule_at_once(monkeypatch):
     def resize_states(rule, states, n_ranks):
         raise ZeroDivisionError
