@@ -367,7 +367,7 @@ def get_rate_or_interrupt(epochs):
     return 0.01
 
 
-@pytest.mark.parametrize("name", ["EASGD", "LocalSGD"])
+@pytest.mark.parametrize("name", ["DiLoCo", "LocalSGD"])
 def test_on_death_goes_on_after_an_interrupt_within_steps(name):
     fork_ranks(2)
     PIDS_TO_INTERRUPT.add(os.getpid())
