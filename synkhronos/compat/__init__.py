@@ -9,8 +9,8 @@ provides ``theano``, ``theano.tensor``, ... from modules that are built on PyTen
 
 The package could be a separate distribution.  Its interface with the rest of Synkhronos:
 
-- It imports ``linker``, ``numpy_op`` and ``bounded_canonizer`` of ``synkhronos.lowering``, which translate PyTensor's
-  functions to JAX.
+- It imports ``linker``, ``numpy_op``, ``random_keys`` and ``bounded_canonizer`` of ``synkhronos.lowering``, which
+  translate PyTensor's functions to JAX.
 - Only the modules that start users' scripts (``__main__``, ``launcher``, ``platoon``) import it, and workers that are
   new processes: the master's `sys.meta_path` has its finders.
 - Other packages read four attributes.  ``theano.__served_on__`` marks a module that is not Theano itself.

@@ -26,7 +26,10 @@ _COMMON_FLAGS = (
     "warn_float64",
 )
 
-#: Present values of Theano's flags that have no meaning in PyTensor: scripts may set them, without an effect.
+#: Flags of both libraries that PyTensor refuses to set once it is imported.
+_IMPORT_FLAGS = ("optimizer", "scan__allow_output_prealloc")
+#: Present values of these flags, and of Theano's flags that have no meaning in PyTensor: scripts may set them, without
+#: an effect.
 _emulated_flags: dict[str, Any] = {
     **dict.fromkeys(
         """
@@ -74,6 +77,8 @@ _emulated_flags: dict[str, Any] = {
     "int_division": "int",
     "lib.cnmem": 0.0,
     "metaopt.verbose": 0,
+    "optimizer": "fast_run",
+    "scan.allow_output_prealloc": True,
     "unittests.rseed": "666",
     "warn.ignore_bug_before": "0.9",
 }
@@ -121,7 +126,7 @@ class Config:
         full_name = self._prefix + name
         if name.startswith("__"):
             raise AttributeError(name)
-        if hasattr(self._config, full_name):
+        if self._is_pytensors(full_name):
             return getattr(self._config, full_name)
         theano_name = full_name.replace("__", ".")
         if theano_name in _emulated_flags:
@@ -135,7 +140,7 @@ class Config:
     def __setattr__(self, name: str, value: Any) -> None:
         full_name = self._prefix + name
         theano_name = full_name.replace("__", ".")
-        if hasattr(self._config, full_name):
+        if self._is_pytensors(full_name):
             setattr(self._config, full_name, value)
         elif theano_name == "compute_test_value" and value != "off":
             reason = format_unsupported_message(f"theano.config.{theano_name}")
@@ -148,8 +153,12 @@ class Config:
     def change_flags(self, **flags: Any) -> Any:
         """Return a context manager and decorator that changes PyTensor's flags.
 
-        Flags that PyTensor lacks are ignored.  Flags that Theano lacks are ignored too, although assigning one raises
-        AttributeError.
+        Flags without an effect in PyTensor are ignored.  Flags that Theano lacks are ignored too, although assigning
+        one raises AttributeError.
         """
         pytensor_flags = {_to_pytensor_name(name): value for name, value in flags.items()}
-        return self._config.change_flags(**{n: v for n, v in pytensor_flags.items() if hasattr(self._config, n)})
+        return self._config.change_flags(**{n: v for n, v in pytensor_flags.items() if self._is_pytensors(n)})
+
+    def _is_pytensors(self, full_name: str) -> bool:
+        """Whether PyTensor has a flag and can set it."""
+        return hasattr(self._config, full_name) and full_name not in _IMPORT_FLAGS

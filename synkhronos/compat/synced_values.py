@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from synkhronos.lowering import random_keys
+
 
 class SyncedArray(np.ndarray):
     """A view of a shared variable's array in host memory."""
@@ -24,8 +26,8 @@ class SyncedArray(np.ndarray):
         return getattr(ufunc, method)(*map(_to_plain_array, inputs), **kwargs)
 
 
-class SyncedValue:
-    """A shared variable's JAX array with a method ``sync``."""
+class SyncedValue(np.lib.mixins.NDArrayOperatorsMixin):
+    """A shared variable's JAX array with a method ``sync``.  Operators compute with NumPy."""
 
     def __init__(self, value: Any):
         self._value = value
@@ -35,6 +37,26 @@ class SyncedValue:
 
     def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
         return np.asarray(self._value, *args, **kwargs)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        """Compute with NumPy arrays."""
+        arrays = [np.asarray(x) if isinstance(x, SyncedValue) else x for x in inputs]
+        return getattr(ufunc, method)(*arrays, **kwargs)
+
+    def __getitem__(self, index: Any) -> Any:
+        return np.asarray(self._value)[index]
+
+    def __len__(self) -> int:
+        return len(self._value)
+
+    def __bool__(self) -> bool:
+        return bool(self._value)
+
+    def __int__(self) -> int:
+        return int(self._value)
+
+    def __float__(self) -> float:
+        return float(self._value)
 
     def sync(self) -> None:
         """Wait until the value has been computed."""
@@ -61,9 +83,12 @@ def _to_plain_array(value: Any) -> Any:
 def get_value(self: Any, borrow: bool = False, return_internal_type: bool = False) -> Any:
     """Return a shared variable's value without a method ``sync``.
 
-    A JAX array becomes a NumPy array, unless the internal type is requested.
+    A JAX array becomes a NumPy array, unless the internal type is requested.  A random generator has the state from
+    which functions draw next.
     """
     value = self.container.data
+    if isinstance(value, np.random.Generator):
+        return random_keys.move_to_key_position(self.container, copy.deepcopy(value))
     if type(value).__module__.startswith("jax") and not return_internal_type:
         return np.array(value)
     return value if borrow else copy.deepcopy(value)

@@ -37,6 +37,7 @@ from pytensor.graph.rewriting.basic import node_rewriter
 from pytensor.graph.rewriting.utils import rewrite_graph
 from pytensor.graph.traversal import ancestors
 from pytensor.tensor import TensorType
+from pytensor.tensor.math import Sum
 from pytensor.tensor.rewriting.basic import register_canonicalize
 from pytensor.tensor.type import float_dtypes
 
@@ -72,8 +73,8 @@ def sum_over_rows(terms: Variable, rows: Mapping[Any, Any], name: str | None = N
     Parameters
     ----------
     terms : variable
-        Float, of any shape: all its elements are added.  The terms of a row may depend on that row and on parameters,
-        but not on other rows.
+        Float, with an element or more for each row, or the sum of such elements: all are added.  The terms of a row may
+        depend on that row and on parameters, but not on other rows.
     rows : dict of variable to array_like, Data, shared variable or ComputedRows
         The values of each symbolic input of `terms` that has rows.  Axis 0 runs along the rows; all have the same
         length.
@@ -543,4 +544,10 @@ def _check_terms(terms: Variable) -> Any:
         raise TypeError(f"terms: expected a variable of PyTensor, got {terms!r}")
     if terms.dtype not in float_dtypes:
         raise TypeError(f"terms: expected floats, got {terms.dtype}")
+    is_sum = terms.owner is not None and isinstance(terms.owner.op, Sum)
+    if not (terms.owner.inputs[0] if is_sum else terms).ndim:
+        raise ValueError(
+            "terms: expected an element or more for each row, or their sum, got another scalar: each rank would add it "
+            "for its own rows. Pass the rows' terms, divide by the number of rows outside, and add other terms there"
+        )
     return terms

@@ -81,14 +81,15 @@ class DependenceAnalysis:
         """Return the denominators of means in an expression that depend on values of sources.
 
         Only scalar denominators are returned; an array, such as a softmax's sums, does not count rows.  Either the
-        numerator is a sum, or the denominator is a sum that depends on sources alone.
+        numerator is a sum, or the denominator is a sum that depends on sources alone.  A denominator is the divisor of
+        a quotient, or a factor's inverse or power of -1, but not a logarithm that is subtracted.
         """
         denominators = []
         for node in self._library.sort_nodes([expression]):
             name = _get_scalar_name(node)
             if name in ("TrueDiv", "IntDiv"):
                 numerator, denominator = node.inputs
-            elif name in ("Inv", "Reciprocal"):
+            elif name in ("Inv", "Reciprocal") or name == "Pow" and self._is_minus_one(node.inputs[1]):
                 numerator, denominator = None, node.inputs[0]
             else:
                 continue
@@ -98,6 +99,9 @@ class DependenceAnalysis:
             if is_count or numerator is not None and self.depends_on_values(numerator) and _is_sum(numerator):
                 denominators.append(denominator)
         return denominators
+
+    def _is_minus_one(self, exponent: Any) -> bool:
+        return self._library.is_constant(exponent) and exponent.data.size == 1 and exponent.data == -1
 
     def _has_parameters(self, variable: Variable) -> bool:
         """Whether a variable depends on shared variables that are not sources."""

@@ -22,7 +22,7 @@ from pytensor.link.numba.linker import NumbaLinker
 
 from synkhronos.graph_libraries.library import CompileOrder, GraphLibrary, make_key_files_atomic
 from synkhronos.lowering import bounded_canonizer, random_keys  # noqa: F401 - the first changes a rewrite
-from synkhronos.lowering.linker import with_static_length_linker
+from synkhronos.lowering.linker import StaticLengthLinker, with_static_length_linker
 from synkhronos.variable_types import CompiledFunction, Mode
 
 
@@ -59,8 +59,9 @@ class PyTensor(GraphLibrary):
         return random_keys.move_to_key_position(shared.container, super().copy_generator(shared))
 
     def track_generators(self, function: CompiledFunction) -> None:
-        """Track the keys in a function of JAX mode, for which PyTensor has copied each generator."""
-        if isinstance(function.maker.linker, JAXLinker):
+        """Track the keys in a function of PyTensor's JAX mode, for which PyTensor has copied each generator."""
+        linker = function.maker.linker
+        if isinstance(linker, JAXLinker) and not isinstance(linker, StaticLengthLinker):
             random_keys.track_user_function(function)
 
     def set_generator(self, shared: SharedVariable, generator: Any) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from synkhronos.devices import JAX
 from synkhronos.lowering.precision import has_products, is_bfloat16_requested, round_product_factors
-from synkhronos.lowering.random_keys import JAX_KEY, share_key_storage
+from synkhronos.lowering.random_keys import JAX_KEY, get_key_storage
 from synkhronos.lowering.scatter import wrap_scatter_add
 from synkhronos.variable_types import FunctionGraph, Node, Op
 
@@ -49,7 +49,9 @@ class JaxFunction:
         self._thunk, self._graph = thunk, graph = function.vm, function.maker.fgraph
         specs = function.maker.expanded_inputs
         generators = {i: storage[0] for i, storage in enumerate(thunk.inputs) if isinstance(storage[0], dict)}
-        inputs = [share_key_storage(spec.value, storage) for spec, storage in zip(specs, thunk.inputs, strict=True)]
+        inputs: list[Any] = [
+            get_key_storage(specs[i].value) if i in generators else storage for i, storage in enumerate(thunk.inputs)
+        ]
         new_generators = {i for i, j in graph.update_mapping.items() if j in generators}
         self.storages: list[list[Any]] = inputs[n_inputs:]
         self.result_storages: list[list[Any]] = [[None] for _ in graph.outputs]

@@ -122,7 +122,7 @@ class StaticLengthGraph:
             indexes[node.outputs[0]] = self._add_step(
                 _make_shape_getter(self._input_positions[node.inputs[0]], op), [0]
             )
-        elif isinstance(op, TensorFromScalar | ScalarFromTensor | CheckAndRaise):
+        elif isinstance(op, TensorFromScalar | ScalarFromTensor):
             indexes[node.outputs[0]] = self._get_or_add_index(node.inputs[0], indexes)
         elif isinstance(op, Composite):
             # The method `impl` of Composite takes ten times as long.
@@ -401,9 +401,15 @@ def _make_python_function(node: Node) -> Callable[..., Any]:
     """Return a function of a node's input values that returns its output, or a list of its outputs."""
     op = _get_scalar_op(node)
     if isinstance(op, ScalarOp):
-        compute = to_python_function(op)
-        is_bool = node.outputs[0].type.dtype == "bool" and type(op) not in _COMPARISONS
-        return (lambda *values: bool(compute(*values))) if is_bool else compute
+        compute, dtype = to_python_function(op), np.dtype(node.outputs[0].type.dtype)
+        if type(op) in _COMPARISONS or dtype.kind not in "biu" or dtype == np.int64:
+            return compute
+        if dtype.kind == "b":
+            return lambda *values: bool(compute(*values))
+        # Python's integers do not overflow, but XLA's do, and with them the start of the slice.
+        limits = np.iinfo(dtype)
+        lowest, n_values = int(limits.min), int(limits.max) - int(limits.min) + 1
+        return lambda *values: (int(compute(*values)) - lowest) % n_values + lowest
 
     def perform(*values: Any) -> Any:
         storage: list[list[Any]] = [[None] for _ in node.outputs]

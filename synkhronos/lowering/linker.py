@@ -6,13 +6,17 @@ traces (`shapes`).
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from pytensor.compile.mode import Mode, get_mode
+from pytensor.compile.sharedvalue import SharedVariable
 from pytensor.link.jax.linker import JAXLinker
+from pytensor.tensor.random.type import RandomType
 
 import synkhronos.lowering.sum_rewrites  # noqa: F401 - registers rewrites
 from synkhronos.lowering.lengths import extract_lengths
+from synkhronos.lowering.random_keys import JAX_KEY, get_key_storage, share_key_storage
 from synkhronos.lowering.shapes import register_shape_lowerings
 from synkhronos.variable_types import FunctionGraph
 
@@ -21,7 +25,10 @@ DECOMPOSE_ATTENTION = "decompose_attention"
 
 
 class StaticLengthLinker(JAXLinker):
-    """JAX linker whose functions have an attribute ``length_graph``: a `StaticLengthGraph`, or None."""
+    """JAX linker whose functions draw from the keys of shared generators (`random_keys`).
+
+    They have an attribute ``length_graph``: a `StaticLengthGraph`, or None.
+    """
 
     # XLA fuses as well.  PyTensor would fuse a length with data that are divided by it; then it can't be extracted.
     incompatible_rewrites = (*JAXLinker.incompatible_rewrites, "fusion", DECOMPOSE_ATTENTION)
@@ -34,15 +41,25 @@ class StaticLengthLinker(JAXLinker):
         # PyTensor's conversion treats an input that has a value as a constant, and keeps the value on the device.
         storages = [storage_map[v] for v in fgraph.inputs if hasattr(storage_map[v][0], "dtype")]
         values = [storage[0] for storage in storages]
+        generators = {
+            i: v.container
+            for i, v in enumerate(fgraph.inputs)
+            if isinstance(v, SharedVariable) and isinstance(v.type, RandomType)
+        }
+        self._key_storages = {i: get_key_storage(container) for i, container in generators.items()}
         try:
             for storage in storages:
                 storage[0] = None
             # After a fork JAX has float64, as before it only with floatX=float64.  Results must not depend on this.
             kwargs["keeps_dtypes"] = True
-            function = super().fgraph_convert(fgraph, input_storage, storage_map, **kwargs)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "The RandomType SharedVariables")  # PyTensor's copies are not used
+                function = super().fgraph_convert(fgraph, input_storage, storage_map, **kwargs)
         finally:
             for storage, value in zip(storages, values, strict=True):
                 storage[0] = value
+        for i, container in generators.items():
+            share_key_storage(container, fgraph.inputs[i].container)
         self._length_graph = extract_lengths(fgraph)  # last: the conversion replaces random generators by copies
         if self._length_graph is not None:
             function = jax_funcify(self._length_graph.graph, keeps_dtypes=True)
@@ -57,8 +74,18 @@ class StaticLengthLinker(JAXLinker):
         n_inputs, n_lengths = len(self.fgraph.inputs), 0 if length_graph is None else length_graph.n_lengths
         compiled = jax.jit(fn, static_argnums=tuple(range(n_inputs, n_inputs + n_lengths)))
 
+        key_storages = self._key_storages
+        updates = (self.fgraph.update_mapping or {}).items()
+        new_keys = [(position, key_storages[i]) for position, i in updates if i in key_storages]
+
         def run(*values: Any) -> Any:
-            return compiled(*values, *(() if length_graph is None else length_graph.compute_lengths(values)))
+            arguments = list(values)
+            for i, storage in key_storages.items():
+                arguments[i] = {**arguments[i], JAX_KEY: storage[0]}
+            results = compiled(*arguments, *(() if length_graph is None else length_graph.compute_lengths(values)))
+            for position, storage in new_keys:
+                storage[0] = results[position][JAX_KEY]
+            return results
 
         run.length_graph, run.compiled = length_graph, compiled  # type: ignore[attr-defined]
         return run

@@ -23,6 +23,7 @@ from pytensor.graph.basic import Apply, Constant
 from pytensor.graph.fg import FunctionGraph
 from pytensor.ifelse import IfElse
 from pytensor.printing import debugprint
+from pytensor.raise_op import CheckAndRaise
 from pytensor.scalar.basic import AND, OR, Add, Mul, ScalarMaximum, ScalarMinimum, ScalarOp
 from pytensor.scan.op import Scan
 from pytensor.tensor.basic import (
@@ -42,7 +43,13 @@ from pytensor.tensor.extra_ops import Bartlett, Repeat, Unique
 from pytensor.tensor.math import ProdWithoutZeros
 from pytensor.tensor.random.op import RandomVariable
 from pytensor.tensor.shape import Reshape
-from pytensor.tensor.subtensor import AdvancedIncSubtensor, AdvancedSubtensor, IncSubtensor, Subtensor
+from pytensor.tensor.subtensor import (
+    AdvancedIncSubtensor,
+    AdvancedIncSubtensor1,
+    AdvancedSubtensor,
+    IncSubtensor,
+    Subtensor,
+)
 
 from synkhronos.lowering.dtypes import lower_graph
 from synkhronos.lowering.lengths import (
@@ -79,6 +86,7 @@ def register_shape_lowerings() -> None:
     jax_funcify.register(Elemwise)(_widen_integers(jax_funcify.dispatch(Elemwise)))
     for op_class in (Subtensor, AdvancedSubtensor, IncSubtensor, AdvancedIncSubtensor):
         jax_funcify.register(op_class)(_allow_traced_bounds(jax_funcify.dispatch(op_class)))
+    jax_funcify.register(AdvancedIncSubtensor1)(_pass_values_as_arrays(jax_funcify.dispatch(AdvancedIncSubtensor1)))
     for op_class, make_numpy_function in (
         # Elemwise requests its scalar Op's lowering with its own node.
         (ScalarOp, lambda op, node: to_python_function(op) if node.op is op else None),
@@ -102,6 +110,7 @@ def register_shape_lowerings() -> None:
         jax_funcify.register(op_class)(_require_known_shape(jax_funcify.dispatch(op_class)))
     for op_class in (Nonzero, Unique):
         jax_funcify.register(op_class)(_refuse_unknown_shape)
+    jax_funcify.register(CheckAndRaise)(_check_known_conditions(jax_funcify.dispatch(CheckAndRaise)))
     jax_funcify.register(IfElse)(_keep_common_lengths(jax_funcify.dispatch(IfElse)))
     jax_funcify.register(Reshape)(_lower_reshape)
     jax_funcify.register(ARange)(_lower_arange)
@@ -273,6 +282,22 @@ def _refuse_unknown_shape(op: Op, node: Node = None, **kwargs: Any) -> NoReturn:
     raise _make_shape_error(node.outputs[0])
 
 
+def _check_known_conditions(lowering: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap CheckAndRaise's lowering, which checks nothing: raise if a condition is known to be false."""
+
+    def funcify(op: CheckAndRaise, node: Node = None, **kwargs: Any) -> ArrayFunction:
+        default = lowering(op, node=node, **kwargs)
+
+        def run(value: Any, *conditions: Any) -> Any:
+            if not all(np.all(condition) for condition in conditions if _is_known(condition)):
+                raise op.exc_type(op.msg)
+            return default(value, *conditions)
+
+        return run
+
+    return funcify
+
+
 def _keep_common_lengths(lowering: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap IfElse's lowering: return a known length or shape as it is if both branches have the same one."""
 
@@ -325,7 +350,13 @@ def _lower_split(op: Op, node: Node = None, **kwargs: Any) -> ArrayFunction:
         # The axis is an input, or in newer PyTensor an attribute.
         axis, lengths = arguments if len(arguments) == 2 else (op.axis, *arguments)
         _require_known((axis, lengths), node.inputs[-1])
-        chunks = jnp.split(x, np.cumsum(np.ravel(lengths))[:-1].tolist(), axis=int(axis))
+        lengths = np.ravel(lengths)
+        if len(lengths) != op.len_splits or min(lengths) < 0 or sum(lengths) != x.shape[int(axis)]:
+            raise ValueError(
+                f"split: expected {op.len_splits} lengths of 0 or more whose sum is {x.shape[int(axis)]}, "
+                f"got {lengths.tolist()}"
+            )
+        chunks = jnp.split(x, np.cumsum(lengths)[:-1].tolist(), axis=int(axis))
         return chunks if len(chunks) > 1 else chunks[0]
 
     return split
@@ -391,6 +422,20 @@ def _allow_traced_bounds(lowering: Callable[..., Any]) -> Callable[..., Any]:
                 return default(jnp.asarray(inputs[0]), *inputs[1:]) if len(operands) == 2 else default(*inputs)
             lengths = [_require_constant_length(variables[i], polynomials) for i in traced_positions]
             return _index_with_lengths(op, operands, indices, traced_positions, lengths, is_exact=False)
+
+        return run
+
+    return funcify
+
+
+def _pass_values_as_arrays(lowering: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap AdvancedIncSubtensor1's lowering, which reads attributes of an array: constant values are numbers."""
+
+    def funcify(op: Op, node: Node = None, **kwargs: Any) -> ArrayFunction:
+        default, dtype = lowering(op, node=node, **kwargs), node.inputs[1].type.dtype
+
+        def run(x: Array, values: Any, *indices: Any) -> Any:
+            return default(x, values if hasattr(values, "ndim") else np.asarray(values, dtype), *indices)
 
         return run
 

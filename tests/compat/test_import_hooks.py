@@ -562,6 +562,43 @@ def test_topk_finds_the_largest_elements(k, expected):
     assert sorted(top[0]) == expected and sorted(values[0, where[0]]) == expected
 
 
+@pytest.mark.filterwarnings("ignore:Skipping:UserWarning")
+@pytest.mark.parametrize("mode", ["FAST_COMPILE", "JAX"])
+def test_topk_refuses_more_elements_than_the_axis_has(mode):
+    x, k = T.dvector("x"), T.iscalar("k")
+    f = theano.function([x, k], T.topk(x, k), mode=mode)
+    assert sorted(f([3, 1, 2], 3)) == [1, 2, 3]
+    for n in (4, 0, -4):
+        for compute in (
+            lambda n=n: f([3, 1, 2], n),
+            lambda n=n: theano.function([x], T.topk(x, n), mode=mode)([3, 1, 2]),
+        ):
+            with pytest.raises(ValueError, match="topk: expected kth between 1 and the length"):
+                compute()
+
+
+def test_failed_decompositions_raise_linalg_errors():
+    a, b = T.dmatrix("a"), T.dvector("b")
+    outputs = [T.slinalg.cholesky(a), T.grad(T.slinalg.cholesky(a).sum(), a)]
+    outputs += [T.slinalg.solve(a, b), T.slinalg.solve_symmetric(a, b), T.slinalg.solve_lower_triangular(a, b)]
+    for output in outputs:
+        f = theano.function([a, b], output, mode="FAST_COMPILE", on_unused_input="ignore")
+        assert np.isfinite(f(np.eye(2), np.ones(2))).all()
+        with pytest.raises(np.linalg.LinAlgError, match="the matrix is"):
+            f(np.zeros((2, 2)), np.ones(2))
+    unchecked = T.slinalg.cholesky(a, on_error="nan").eval({a: -np.eye(2)}, mode="FAST_COMPILE")
+    assert np.isnan(unchecked).any()
+
+
+def test_joined_updates_of_one_variable_are_refused():
+    w, v = theano.shared(1.0, "w"), theano.shared(1.0, "v")
+    updates, other = theano.OrderedUpdates([(w, w + 1)]), theano.OrderedUpdates([(v, v + 1)])
+    assert list(updates + other) == list({w: updates[w]} + other) == [w, v] and updates + updates == updates
+    for join in (lambda: updates + {w: w * 2}, lambda: {w: w * 2} + updates, lambda: updates.update({w: w * 2})):
+        with pytest.raises(KeyError, match="Collision"):
+            join()
+
+
 # -- flags -----------------------------------------------------------------------------------------------------------
 
 
@@ -647,6 +684,10 @@ def test_config_is_read_and_set():
     assert config.DebugMode.check_py is True and config.scan.allow_output_prealloc is True
     with pytest.raises(AttributeError, match="theano.config.warn.nothing"):
         config.warn.nothing  # noqa: B018
+    config.optimizer = "fast_compile"
+    with config.change_flags(optimizer="None"):
+        assert config.optimizer == "fast_compile"
+    config.optimizer = "fast_run"
     before = pytensor.config.floatX
     from theano import change_flags
 

@@ -115,6 +115,26 @@ def test_slices_by_integer_inputs_equal_fast_compile(name, x, i):
     compare_modes([i, j], SLICES[name](x, i, j), (1, 3), (0, 1), (2, 2), (3, 30), on_unused_input="ignore")
 
 
+def test_small_integers_overflow_as_in_fast_compile():
+    x, i = theano.shared(np.arange(1000.0)), T.bscalar("i")
+    compare_modes([i], x[i * 100 : (i + 1) * 100], *[(np.int8(value),) for value in (0, 1, 2, 5)])
+
+
+def test_lengths_of_a_split_are_checked():
+    x, n = T.dmatrix("x"), T.lscalar("n")
+    first, second = T.split(x, T.stack([n, n]), 2)
+    f = compare_modes([x, n], first + second, (X[:24], 12))
+    for array, length in ((X, 12), (X[:24], 13), (X[:0], -1)):
+        with pytest.raises(ValueError, match="split: expected 2 lengths"):
+            f(array, length)
+
+
+def test_constants_are_put_at_indexes():
+    x, k = T.dvector("x"), T.lvector("k")
+    for update in (T.inc_subtensor(x[k], 1), T.set_subtensor(x[k], 2.0)):
+        compare_modes([x, k], update, (np.zeros(4), [1, 3, 1]))
+
+
 @pytest.mark.parametrize("bounds", [(-3, 2), (-30, 3), (24, 40), (30, 40), (-3, -1), (3, 1)])
 def test_slices_beyond_either_end_equal_fast_compile(bounds, x, i):
     j = T.lscalar("j")

@@ -204,6 +204,9 @@ def test_max_pool_accepts_integers():
     np.testing.assert_array_equal(
         Pool((3, 3), (2, 2), (1, 1), "max", True)(x).eval(mode="FAST_COMPILE"), [[[[-3, -1], [5, 7]]]]
     )
+    for mode in ("FAST_COMPILE", "JAX"):
+        pooled = Pool((2, 2), (2, 2), (1, 1), "max", True)(x > 6).eval(mode=mode)
+        assert pooled.shape == (1, 1, 3, 3) and np.argwhere(pooled).tolist() == [[0, 0, 2, 2]]
 
 
 def test_pool_refuses_wrong_settings():

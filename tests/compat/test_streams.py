@@ -7,15 +7,17 @@ pytest.importorskip("pytensor")
 
 import pytensor
 import pytensor.tensor as pt
+import theano  # JAX mode of `synkhronos.compat`
 
 from synkhronos.compat.random_streams import RandomStreams
 from synkhronos.graph_libraries import get_library
 
 N = 20_000
+MODES = ["FAST_COMPILE", "JAX"]
 
 
-def draw_values(variable, *values):
-    return np.asarray(pytensor.function([], variable, mode="FAST_COMPILE")(*values))
+def draw_values(variable, *values, mode="FAST_COMPILE"):
+    return np.asarray(theano.function([], variable, mode=mode)(*values))
 
 
 @pytest.mark.parametrize(
@@ -53,11 +55,11 @@ def test_both_stream_names_are_one_class():
     assert MRG_RandomStreams is Shared is RandomStreams
 
 
-@pytest.fixture
-def two_draws():
+@pytest.fixture(params=MODES)
+def two_draws(request):
     """Yield streams, and a function of two draws from them."""
     streams = RandomStreams(3)
-    return streams, pytensor.function([], [streams.uniform((4,)), streams.uniform((4,))], mode="FAST_COMPILE")
+    return streams, theano.function([], [streams.uniform((4,)), streams.uniform((4,))], mode=request.param)
 
 
 def test_draws_differ_between_variables_and_calls(two_draws):
@@ -73,9 +75,21 @@ def test_seed_restarts_the_draws(two_draws):
     np.testing.assert_array_equal(f(), draws)
 
 
-def test_streams_of_one_seed_draw_equal_numbers(two_draws):
-    _, f = two_draws
-    np.testing.assert_array_equal(draw_values(RandomStreams(3).uniform((4,))), f()[0])
+@pytest.mark.parametrize("mode", MODES)
+def test_streams_of_one_seed_draw_equal_numbers(mode):
+    first, same = (draw_values(RandomStreams(3).uniform((4,)), mode=mode) for _ in range(2))
+    np.testing.assert_array_equal(first, same)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_functions_with_one_draw_share_its_stream(mode):
+    streams = RandomStreams(3)
+    draw = streams.uniform((4,))
+    train, test = theano.function([], draw, mode=mode), theano.function([], draw * 1.0, mode=mode)
+    draws = [train(), test(), train(), test.copy()()]
+    assert len({tuple(values) for values in draws}) == 4
+    streams.seed(3)
+    np.testing.assert_array_equal([test(), train(), test(), train()], draws)
 
 
 def test_updates_has_an_entry_for_each_draw(two_draws):
@@ -83,10 +97,12 @@ def test_updates_has_an_entry_for_each_draw(two_draws):
     assert len(streams.updates()) == 2
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["uniform", "binomial", "truncated_normal", "poisson"])
-def test_state_of_a_variables_generator_repeats_its_draw(name):
+def test_state_of_a_variables_generator_repeats_its_draw(name, mode):
     variable = getattr(RandomStreams(3), name)((20,))
-    f = pytensor.function([], variable, mode="FAST_COMPILE")
+    f = theano.function([], variable, mode=mode)
+    f()
     state = variable.rng.get_value()
     first = f()
     assert not np.array_equal(first, f())
@@ -114,7 +130,6 @@ def test_random_streams_refuse_unknown_arguments(name):
         draw_from(size=(2,), replacement=False)
 
 
-@pytest.mark.filterwarnings("ignore:The RandomType SharedVariables")
 @pytest.mark.parametrize("mode", ["FAST_COMPILE", "JAX"])
 def test_draw_takes_the_shape_of_another_variable(mode):
     x = pt.dmatrix("x")

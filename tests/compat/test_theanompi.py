@@ -98,7 +98,10 @@ def test_shared_variables_have_a_sync_method():
         pytest.importorskip("jax")
         theano.function([], updates=[(x, x + 1)], mode="JAX")()
         x.container.value.sync()
-        assert x.container.value.dtype == "float32" and np.asarray(x.container.value).tolist() == [1, 1, 1]
+        value = x.container.value
+        assert value.dtype == "float32" and np.asarray(value).tolist() == [1, 1, 1]
+        assert (len(value), value[0], value[1:].tolist()) == (3, 1, [1, 1])
+        assert (1 - 2 * value).tolist() == (value - 2).tolist() == [-1, -1, -1] and float(value[:1][0]) == 1
         assert type(x.get_value()) is np.ndarray and x.get_value(return_internal_type=True).sum() == 3
 
 

@@ -138,6 +138,27 @@ def test_predictions_have_pymcs_distribution_and_layout(fork, model, drawn):
     assert np.unique(y).size == y.size  # no two blocks have the same seed
 
 
+def test_predictions_contain_variables_that_depend_on_observed_ones(fork):
+    fork(2)
+    with pm.Model() as model:
+        mu, missing = pm.Normal("mu"), np.ma.masked_array([1.0, 3, 2], [False, True, False])
+        y = pm.Normal("y", mu, 1e-3, observed=missing)
+        pm.Deterministic("residual", y - mu)
+        drawn = pm.sample(
+            DRAWS, tune=0, step=pm.Metropolis(compile_kwargs={"mode": INTERPRETED}), chains=2, cores=1,
+            progressbar=False, compute_convergence_checks=False,
+        )  # fmt: skip
+    predicted = predict(model, drawn)["posterior_predictive"]
+    assert [variable.name for variable in model.observed_RVs] == ["y_observed"]
+    with model:
+        expected = pm.sample_posterior_predictive(drawn, **make_settings())["posterior_predictive"]
+    assert {name: predicted[name].shape for name in predicted} == {name: expected[name].shape for name in expected}
+    assert "residual" in predicted
+    mu = drawn["posterior"]["mu"].values[..., None]
+    np.testing.assert_allclose(predicted["y"].values - mu, predicted["residual"].values)
+    assert abs(predicted["y_observed"].values - mu).max() < 0.01
+
+
 def test_predictions_follow_set_data(fork, model, drawn):
     fork(2)
     with build_model() as other:
@@ -158,6 +179,13 @@ def test_random_seed_changes_predictions(fork, model, drawn):
     with model:
         other = sample_posterior_predictive(drawn, random_seed=7, **make_settings(var_names=["y"]))
     assert not np.array_equal(first, other["posterior_predictive"]["y"].values)
+    for make_generator in (np.random.default_rng, np.random.RandomState):
+        drawn_seeds = []
+        for _ in range(2):
+            with model:
+                settings = make_settings(var_names=["y"], random_seed=make_generator(3))
+                drawn_seeds.append(sample_posterior_predictive(drawn, **settings)["posterior_predictive"]["y"].values)
+        np.testing.assert_array_equal(*drawn_seeds)
 
 
 @pytest.mark.parametrize("zarr_format", [2, 3])

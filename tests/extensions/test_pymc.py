@@ -591,16 +591,20 @@ def test_data_parallel_names_unsplittable_terms(two_ranks_per_test):
         pm.Normal("single", b[0], 1, observed=1.5)
         pm.Potential("curve", -pt.max((X @ b) ** 2))
         pm.Potential("prior", -(b**2))
+        pm.Potential("count", -pt.gt(X[:, 0], b[0]).sum())
+        pm.Potential("steps", pt.switch(pt.gt(X[:, 0], b[0]), 0, -1))
     with pytest.warns(UserWarning) as caught:
         parallel = data_parallel(model)
     messages = [str(warning.message) for warning in caught if "not split" in str(warning.message)]
-    assert len(messages) == 4
+    assert len(messages) == 6
     assert re.search("walk is not split by rows, and is computed by this process alone: .* rows", messages[0])
     assert "latent is not" in messages[1] and "'effect' has an element for each row, but is not data" in messages[1]
     assert "single is not" in messages[2] and "the log-density has shape (), and so no rows to share out" in messages[2]
     assert "curve is not" in messages[3] and "one number, and not computed from sums" in messages[3]
+    assert "count is not" in messages[4] and "its terms are of dtype bool" in messages[4]
+    assert "steps is not" in messages[5] and "its terms are of dtype int8" in messages[5]
     assert list_names(parallel.split_RVs) == ["y"]
-    assert list(parallel.reasons) == ["walk", "latent", "single", "curve"]
+    assert list(parallel.reasons) == ["walk", "latent", "single", "curve", "count", "steps"]
     check_equal(parallel, model)
 
 

@@ -52,6 +52,19 @@ def draw_on_ranks(kind, calls=2, seed=3, n=3):
     return np.array([f() for _ in range(calls)]).reshape(calls, n, K)
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "MRG"])
+def test_new_value_of_a_generator_is_drawn_from(fork, kind):
+    fork(1)
+    draws, updates = stream(kind)
+    f = synk.function([], draws, updates=updates)
+    generator, values = get_generator(draws), []
+    for state in [generator.get_value()] * 2:
+        generator.set_value(state)
+        values.append(np.array(f()))
+        f()
+    np.testing.assert_array_equal(*values)
+
+
 @pytest.mark.parametrize("master", [0, 2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_streams_of_the_master_equal_serial(fork, kind, master):

@@ -100,7 +100,7 @@ def build_losses():
         e[chosen].mean(), 1 - 2 * (e * m).sum() / (e.sum() + n), (e**2).sum() / (m**2).sum(),
         (e * m).sum() / T.sqrt((m**2).sum()), (m * e).sum(axis=1).sum() / chosen.sum(), (m * e).mean() / m.mean(),
         (m * e).sum() / T.cast(chosen.sum(), "float64") + (w**2).sum(), -T.log((m * e).sum() / n),
-        T.dot(m.flatten(), e.flatten()) / n, (m * e).sum() / T.switch(T.eq(n, 0), 1, n),
+        (m * e).sum() * n**-1, (m * e).mean() * T.pow(m.mean(), -1.0), T.dot(m.flatten(), e.flatten()) / n, (m * e).sum() / T.switch(T.eq(n, 0), 1, n),
     ]  # fmt: skip
     do_not = [
         e.mean(), -T.log(softmax[T.arange(y.shape[0]), y]).mean(), ((m * e).sum(axis=1) / m.sum(axis=1)).mean(),

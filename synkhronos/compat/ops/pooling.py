@@ -295,7 +295,8 @@ optdb.register(
 
 
 def _get_lowest_value(dtype: Any) -> Any:
-    return np.iinfo(dtype).min if np.dtype(dtype).kind in "iub" else -np.inf  # the kind of JAX's bfloat16 is V
+    kind = np.dtype(dtype).kind  # that of JAX's bfloat16 is V
+    return False if kind == "b" else np.iinfo(dtype).min if kind in "iu" else -np.inf
 
 
 # -- XLA -----------------------------------------------------------------------------------------------------------

@@ -5,10 +5,22 @@ from typing import Any
 
 
 class OrderedUpdates(OrderedDict):
-    """Updates of shared variables, as returned by `theano.scan`.  ``+`` joins two of them."""
+    """Updates of shared variables, as returned by `theano.scan`.  ``+`` joins two of them.
+
+    Joining raises KeyError if both have another update of one variable.
+    """
+
+    def update(self, other: Any = ()) -> None:  # type: ignore[override]
+        """Add other updates, in their order."""
+        for shared, value in OrderedDict(other or ()).items():
+            if shared in self and self[shared] is not value:
+                raise KeyError("Collision", shared)
+            self[shared] = value
 
     def __add__(self, other: Any) -> Any:
-        return OrderedUpdates([*self.items(), *dict(other).items()])
+        joined = OrderedUpdates(self)
+        joined.update(other)
+        return joined
 
     def __radd__(self, other: Any) -> Any:
-        return OrderedUpdates([*dict(other).items(), *self.items()])
+        return OrderedUpdates(other or ()) + self

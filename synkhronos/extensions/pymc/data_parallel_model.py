@@ -31,6 +31,7 @@ from pytensor.scan.op import Scan
 from pytensor.tensor import TensorType
 from pytensor.tensor.elemwise import Elemwise
 from pytensor.tensor.math import Sum
+from pytensor.tensor.type import float_dtypes
 
 from synkhronos import ranks
 from synkhronos.extensions.chains import can_compute_in_forks, find_chain, measure_evaluation_rate
@@ -273,6 +274,8 @@ def _sum_rows_on_ranks(model: pm.Model, terms: Variable, shape: Any, name: str) 
     """Return the sum of all terms as an expression that the ranks compute.  Axis 0 of the terms runs along the rows."""
     if not len(shape) or shape[0] < 2:
         raise NotRowwiseError(f"the log-density has shape {tuple(map(int, shape))}, and so no rows to share out")
+    if terms.dtype not in float_dtypes:
+        raise NotRowwiseError(f"its terms are of dtype {terms.dtype}, and only floats are added by the ranks")
 
     def restrict_check(restrictor: RowRestrictor, node: Node, axis: int) -> Variable:
         value, *conditions = node.inputs

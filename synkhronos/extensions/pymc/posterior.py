@@ -151,7 +151,7 @@ def sample_posterior_predictive(
     model: Any = None,
     var_names: Sequence[str] | None = None,
     *,
-    random_seed: int | Sequence[int] | None = None,
+    random_seed: int | Sequence[int] | np.random.Generator | np.random.RandomState | None = None,
     progressbar: bool = True,
     extend_inferencedata: bool = False,
     predictions: bool = False,
@@ -169,10 +169,10 @@ def sample_posterior_predictive(
     model : pymc.Model, optional
         Default: the model of the context.
     var_names : sequence of str, optional
-        Names of variables to sample.  Default: the observed variables.
-    random_seed : int or sequence of int, optional
-        Seed.  The draws do not depend on the number of ranks, but are other draws than PyMC's for this seed, from the
-        same distribution.
+        Names of variables to sample.  Default: the observed variables, and variables that depend on them.
+    random_seed : int, sequence of int, numpy.random.Generator or RandomState, optional
+        Seed, or a generator that draws one.  The draws do not depend on the number of ranks, but are other draws than
+        PyMC's for this seed, from the same distribution.
     extend_inferencedata : bool, optional
         Add the group to `trace`, and return `trace`.
     predictions : bool, optional
@@ -218,17 +218,23 @@ def sample_posterior_predictive(
     posterior = _get_posterior(trace, "trace")
     group = "predictions" if predictions else "posterior_predictive"
     model = pm.modelcontext(model)
+    if isinstance(random_seed, np.random.Generator | np.random.RandomState):
+        random_seed = int.from_bytes(random_seed.bytes(16), "little")
     seeds = np.random.SeedSequence(random_seed)
     arguments = {"model": model, "var_names": var_names, "progressbar": False}
     compiled: list[Any] = []
 
-    def compile_once(*args: Any, **kwargs: Any) -> Any:
-        compiled.append(original(*args, **kwargs))
+    def record_compiled(*, outputs: list[Any], **kwargs: Any) -> Any:
+        arguments["var_names"] = [variable.name for variable in outputs]
+        compiled.append(original(outputs=outputs, **kwargs))
         return compiled[0]
 
     original = forward.compile_forward_sampling_function
     first_draw = _replace_posterior(trace, posterior.isel(chain=[0], draw=[0]))
-    with replace_attribute(forward, "compile_forward_sampling_function", compile_once):
+    with (
+        replace_attribute(forward, "compile_forward_sampling_function", record_compiled),
+        replace_attribute(model, "observed_RVs", list(model.observed_RVs)),  # PyMC adds other variables to the list
+    ):
         first_result = pm.sample_posterior_predictive(
             first_draw, predictions=predictions, random_seed=0, compile_kwargs=dict(compile_kwargs or {}), **arguments
         )

@@ -10,6 +10,7 @@ import numpy as np
 import pytensor
 import pytensor.tensor as pt
 from pytensor.graph.basic import Apply, Constant, Variable
+from pytensor.raise_op import CheckAndRaise
 from pytensor.tensor.basic import (
     Alloc,
     AllocEmpty,
@@ -258,12 +259,10 @@ def topk_and_argtopk(
     x = pt.as_tensor_variable(x)
     if axis is None:
         x, axis = x.flatten(), 0
-    order = pt.argsort(x, axis=axis)
-    if isinstance(kth, int):
-        selected = slice(-kth, None) if kth > 0 else slice(None, -kth)
-    else:
-        n = x.shape[axis]
-        selected = slice(pt.switch(pt.lt(kth, 0), 0, n - kth), pt.switch(pt.lt(kth, 0), -kth, n))
+    order, n = pt.argsort(x, axis=axis), x.shape[axis]
+    check = CheckAndRaise(ValueError, "topk: expected kth between 1 and the length of the axis, or its negative")
+    kth = check(kth, pt.neq(kth, 0), pt.le(abs(pt.as_tensor_variable(kth)), n))
+    selected = slice(pt.switch(pt.lt(kth, 0), 0, n - kth), pt.switch(pt.lt(kth, 0), -kth, n))
     indexes = order[(slice(None),) * (axis % x.ndim) + (selected,)]
     return [pt.take_along_axis(x, indexes, axis=axis), indexes.astype(idx_dtype)]
 
