@@ -38,7 +38,7 @@ import numpy as np
 from synkhronos.checks import describe
 from synkhronos.containers import BoundedCache, WeakKeyDict
 from synkhronos.devices import find_device
-from synkhronos.graph_libraries import get_library, is_variable
+from synkhronos.graph_libraries import get_library, list_loaded_libraries
 from synkhronos.graph_libraries.library import get_storage, observe_set_value, set_value_callbacks
 from synkhronos.ranks import ArrayLocation, Command, Rank, Session
 from synkhronos.ranks.pickle_buffers import measure_buffers, read_buffers, write_buffers
@@ -371,6 +371,9 @@ class _Pickler(cloudpickle.Pickler):
     ):
         super().__init__(stream, pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append)
         self._keys, self._modules_by_value, self._code = keys, by_value, code
+        libraries = list_loaded_libraries()
+        self._variable_classes = tuple(library.variable_class for library in libraries)
+        self._shared_classes = tuple(library.shared_class for library in libraries)
 
     def reducer_override(self, value: object) -> Any:
         if isinstance(value, type | FunctionType) and is_user_module(value.__module__):
@@ -383,7 +386,7 @@ class _Pickler(cloudpickle.Pickler):
             # Cloudpickle's way would recurse without end for modules that import each other.
             state = {name: content for name, content in vars(value).items() if not name.startswith("__")}
             return ModuleType, (value.__name__,), state, None, None, _update_module
-        if is_variable(value) and not get_library(value).is_shared(value):
+        if isinstance(value, self._variable_classes) and not isinstance(value, self._shared_classes):
             return _reduce_without_user_attributes(value)
         # Unpickling a device's array could start the device's runtime in the wrong process.
         if (device := find_device(value)).must_move_shared_values:

@@ -152,6 +152,11 @@ def test_data_parts_loads_relative_to_the_masters_folder(fork, tmp_path, monkeyp
     np.testing.assert_array_equal(data, make_rows(0, 6))
 
 
+def test_data_parts_are_loaded_where_the_masters_folder_is_missing(two_ranks_per_test, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "getcwd", lambda: str(tmp_path / "missing"))  # as on another host
+    np.testing.assert_array_equal(synk.data_parts(make_rows, 6), make_rows(0, 6))
+
+
 def test_mask_of_items_may_select_local_rows_alone(two_ranks_per_test):
     data = synk.data_parts(make_rows, 5)
     data.local_rows = range(2)  # as on the first of several hosts

@@ -138,6 +138,16 @@ def test_trainer_starts_from_params_that_the_user_has_set(name, two_ranks_per_te
     np.testing.assert_allclose(model.values(), [100.0] * 4 + [0.0], rtol=1e-12, atol=1e-200)
 
 
+def test_nan_among_the_parameters_is_not_set_by_the_user(two_ranks_per_test):
+    values = []
+    for unused in (0.0, np.nan):
+        x, w = tensor.dmatrix("x"), shared(np.array([0.0] * 4 + [unused]), "w")
+        trainer = make_trainer(tensor.dot(x, w[:4]).mean(), [w], x, [], sgd, exchange_rules.DiLoCo(period=2))
+        list(trainer.epochs(X, [], 5, 3))
+        values.append(w.get_value()[:4])
+    np.testing.assert_array_equal(*values)  # the rule's own momentum is kept
+
+
 @pytest.mark.skipif(XLA, reason="the trainer's own bookkeeping, and XLA takes seconds to compile")
 def test_trainer_continues_after_an_error(two_ranks_per_test):
     x, w = tensor.dmatrix("x"), shared(np.zeros(4), "w")
@@ -557,6 +567,9 @@ def test_folder_of_another_training_than_the_resumed_one_is_refused(fork, tmp_pa
     list(model.epochs(5, 2, checkpoints=first, resume=tmp_path / "link" / path.name))
     empty = CheckpointFolder(tmp_path / "empty")
     assert [report.epoch for report in Model("BSP").epochs(5, 3, checkpoints=empty, resume=path)] == [2, 3]
+    linked = CheckpointFolder(tmp_path / "linked")
+    (linked.folder / path.name).symlink_to(path)
+    assert [report.epoch for report in Model("BSP").epochs(5, 3, checkpoints=linked, resume="latest")] == [2, 3]
 
 
 # -- datasets that change --------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import tomllib
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from datetime import date, time
@@ -91,7 +92,10 @@ def _parse_value(text: str, setting: str) -> Any:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text = text.strip()
-        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):  # as `ast.literal_eval` raises
+        with (
+            contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError),  # as `ast.literal_eval` raises
+            warnings.catch_warnings(action="ignore"),  # of the text's escape sequences
+        ):
             literal = ast.literal_eval(text)
             value = literal if isinstance(literal, bool | int | float | list | None) else text
     # Unquoted, a folder may be named as a number or a date.

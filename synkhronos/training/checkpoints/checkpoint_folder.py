@@ -259,8 +259,8 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def is_in_folder(path: str | os.PathLike[str], folder: Path) -> bool:
-    """Whether a checkpoint is in this folder, and not in that of another run."""
-    return Path(path).resolve().parent == folder.resolve()
+    """Whether a checkpoint, or a link to it, is in this folder, and not in that of another run."""
+    return folder.resolve() in (Path(path).parent.resolve(), Path(path).resolve().parent)
 
 
 def copy_checkpoint(path: Path, folder: Path) -> Path:

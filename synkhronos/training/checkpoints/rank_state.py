@@ -133,7 +133,11 @@ def restore_own_params(context: RankContext, name: str) -> None:
 
 def has_new_params(storage: Mapping[str, Any]) -> bool:
     """Whether the user has set this rank's parameters since `set_params_to_consensus`.  False after an interrupt."""
-    return "consensus" in storage and not bool((storage["state"].vector == storage["consensus"]).all())
+    if "consensus" not in storage:
+        return False
+    vector, consensus = storage["state"].vector, storage["consensus"]
+    are_equal = (vector == consensus) | (vector != vector) & (consensus != consensus)  # NaN is unchanged, too
+    return not bool(are_equal.all())
 
 
 def prepare_steps(context: RankContext, spec: RankStateSpec) -> None:
