@@ -26,13 +26,14 @@ def make_row_generator(seed: int, epoch: int, row_number: int) -> np.random.Gene
 def augment_row(row: Any, augment: Callable[..., Any] | None, seed: int, epoch: int, number: int) -> tuple[Any, ...]:
     """Return the arrays of a row, augmented unless ``augment`` is None.
 
-    The function gets copies: a source may return its own arrays, and the function may write to its argument.
+    The user's function gets copies: a source may return its own arrays, and the function may write to its argument.
     """
-    arrays = row if isinstance(row, tuple | list) else (row,)
-    if augment is not None:
-        copies = (copy.deepcopy(value) if isinstance(value, np.ndarray | list) else value for value in arrays)
-        arrays = augment(tuple(copies), make_row_generator(seed, epoch, number))
-    return tuple(arrays)
+    arrays = tuple(row) if isinstance(row, tuple | list) else (row,)
+    if augment is None:
+        return arrays
+    if type(augment) is not CropMirror:
+        arrays = tuple(copy.deepcopy(value) if isinstance(value, np.ndarray | list) else value for value in arrays)
+    return tuple(augment(arrays, make_row_generator(seed, epoch, number)))
 
 
 class CropMirror:

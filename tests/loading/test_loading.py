@@ -33,6 +33,7 @@ from system import wait_for_state
 
 from synkhronos import loading
 from synkhronos.loading import CropMirror, Loader
+from synkhronos.loading.augment import augment_row
 from synkhronos.loading.ring import ReadPlan, has_exited
 
 
@@ -66,6 +67,12 @@ def test_augmentation_may_overwrite_its_row(kind):
     finally:
         loader.close()
     assert not rows.any()
+
+
+def test_crop_reads_only_the_window_of_a_picture():
+    picture = np.zeros((1, 4, 4))
+    (window,) = augment_row(picture, CropMirror(2, center=True), 0, 0, 0)
+    assert np.shares_memory(window, picture)  # a copy of each whole picture would slow a loader down
 
 
 # -- order ---------------------------------------------------------------------------------------------------
