@@ -26,6 +26,7 @@ from pytensor.printing import debugprint
 from pytensor.raise_op import CheckAndRaise
 from pytensor.scalar.basic import AND, OR, Add, Mul, ScalarMaximum, ScalarMinimum, ScalarOp
 from pytensor.scan.op import Scan
+from pytensor.tensor import subtensor
 from pytensor.tensor.basic import (
     Alloc,
     AllocEmpty,
@@ -43,13 +44,7 @@ from pytensor.tensor.extra_ops import Bartlett, Repeat, Unique
 from pytensor.tensor.math import ProdWithoutZeros
 from pytensor.tensor.random.op import RandomVariable
 from pytensor.tensor.shape import Reshape
-from pytensor.tensor.subtensor import (
-    AdvancedIncSubtensor,
-    AdvancedIncSubtensor1,
-    AdvancedSubtensor,
-    IncSubtensor,
-    Subtensor,
-)
+from pytensor.tensor.subtensor import AdvancedIncSubtensor, AdvancedSubtensor, IncSubtensor, Subtensor
 
 from synkhronos.lowering.dtypes import lower_graph
 from synkhronos.lowering.lengths import (
@@ -86,7 +81,8 @@ def register_shape_lowerings() -> None:
     jax_funcify.register(Elemwise)(_widen_integers(jax_funcify.dispatch(Elemwise)))
     for op_class in (Subtensor, AdvancedSubtensor, IncSubtensor, AdvancedIncSubtensor):
         jax_funcify.register(op_class)(_allow_traced_bounds(jax_funcify.dispatch(op_class)))
-    jax_funcify.register(AdvancedIncSubtensor1)(_pass_values_as_arrays(jax_funcify.dispatch(AdvancedIncSubtensor1)))
+    vector_inc_subtensor = getattr(subtensor, "AdvancedIncSubtensor1", AdvancedIncSubtensor)  # gone in newer versions
+    jax_funcify.register(vector_inc_subtensor)(_pass_values_as_arrays(jax_funcify.dispatch(vector_inc_subtensor)))
     for op_class, make_numpy_function in (
         # Elemwise requests its scalar Op's lowering with its own node.
         (ScalarOp, lambda op, node: to_python_function(op) if node.op is op else None),
@@ -429,7 +425,7 @@ def _allow_traced_bounds(lowering: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _pass_values_as_arrays(lowering: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap AdvancedIncSubtensor1's lowering, which reads attributes of an array: constant values are numbers."""
+    """Wrap a lowering that reads attributes of the values that it stores: constant values are numbers."""
 
     def funcify(op: Op, node: Node = None, **kwargs: Any) -> ArrayFunction:
         default, dtype = lowering(op, node=node, **kwargs), node.inputs[1].type.dtype

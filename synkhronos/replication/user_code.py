@@ -181,8 +181,10 @@ class _CodeHasher:
     """
 
     def __init__(self, value: object):
-        #: Namespace and name of variables that the code itself rebinds, such as counters.  Ranks may have other values.
+        #: Namespace and name of variables that this code or functions of their module rebind, such as counters.  They
+        #: are state of a process: ranks may have other values.
         self._rebound: set[tuple[int, str]] = set()
+        self._scanned_namespaces: set[int] = set()
         self._names_by_code: dict[types.CodeType, tuple[_Paths, _Paths]] = {}
         self._is_first_pass = True  # it finds `_rebound`
         self._add_all(value)
@@ -271,6 +273,9 @@ class _CodeHasher:
                 self._rebound.add((id(namespace), path[-1]))
         for path in sorted(loaded):
             namespace = _find_namespace(function.__globals__, path)
+            if namespace is not None and id(namespace) not in self._scanned_namespaces:
+                self._scanned_namespaces.add(id(namespace))
+                self._rebound |= {(id(namespace), name) for name in _find_rebound_globals(namespace)}
             if namespace is not None and path[-1] in namespace and (id(namespace), path[-1]) not in self._rebound:
                 value = namespace[path[-1]]
                 if len(path) > 1 and not isinstance(value, types.ModuleType):
@@ -331,6 +336,24 @@ def _find_global_paths(code: types.CodeType) -> tuple[_Paths, _Paths]:
             case _:
                 path = ()
     return loaded, stored
+
+
+def _find_rebound_globals(namespace: Mapping[str, Any]) -> set[str]:
+    """Return the names of a module's globals that its functions and methods rebind."""
+    functions = [value for value in namespace.values() if isinstance(value, types.FunctionType)]
+    for value in namespace.values():
+        if isinstance(value, type) and value.__module__ == namespace.get("__name__"):
+            functions += [method for method in vars(value).values() if isinstance(method, types.FunctionType)]
+    store = dis.opmap["STORE_GLOBAL"]
+    return {
+        step.argval
+        for function in functions
+        if function.__globals__ is namespace
+        for code in _iterate_code_objects(function.__code__)
+        if store in code.co_code[::2]  # a quick check before the slow disassembly
+        for step in dis.get_instructions(code)
+        if step.opname == "STORE_GLOBAL"
+    }
 
 
 def _iterate_code_objects(code: types.CodeType) -> Iterator[types.CodeType]:

@@ -195,13 +195,13 @@ def test_user_code_in_wrappers_and_attributes_of_modules_is_sent_again(fork, wri
         sys.modules.pop("users_helpers", None)
 
 
-def test_user_code_with_a_global_that_the_script_sets_is_sent_again(fork, write):
+def test_global_that_functions_of_its_module_set_is_state_of_a_process(fork, write):
     module = importlib.import_module(write(tail="def set_factor(value):\n    global FACTOR\n    FACTOR = value\n"))
     fork(2)
     f = make_gather_function(module.Scale())
-    assert call_with_ones(f) == [2.0] * 5
+    assert call_with_ones(f, 2) == [2.0, 2.0]
     module.set_factor(10.0)
-    assert call_with_ones(f) == [20.0] * 5
+    assert call_with_ones(f, 2) == [20.0, 2.0]  # the worker's own value is not replaced
 
 
 def test_state_of_user_code_is_not_compared(fork, write):
