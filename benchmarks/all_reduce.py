@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -75,6 +76,10 @@ def make_numpy_sides(n_values: int) -> dict[str, Callable[[], float]]:
     return {"warm": lambda: time_call(add_and_copy), "cold": lambda: time_call(lambda: np.add(a, b).copy())}
 
 
+def _measure_library(library: ReferenceProcesses, n_values: int) -> float:
+    return library.measure(n_values)[0]
+
+
 def time_reductions(
     reduction: SynkhronosReduction,
     libraries: dict[str, ReferenceProcesses],
@@ -85,8 +90,7 @@ def time_reductions(
     """Return the seconds of each side in turn: ours, the other sides, and the libraries."""
     n_values = nbytes // 4
     sides = {"ours": reduction.all_reduce, **other_sides}
-    for name, library in libraries.items():
-        sides[name] = lambda library=library: library.measure(n_values)[0]  # type: ignore[misc]
+    sides |= {name: partial(_measure_library, library, n_values) for name, library in libraries.items()}
     times: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(rounds if nbytes > 10_000_000 else 10 * rounds):
         if turn % 8 == 0:

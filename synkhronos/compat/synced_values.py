@@ -40,8 +40,7 @@ class SyncedValue(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         """Compute with NumPy arrays."""
-        arrays = [np.asarray(x) if isinstance(x, SyncedValue) else x for x in inputs]
-        return getattr(ufunc, method)(*arrays, **kwargs)
+        return getattr(ufunc, method)(*map(_to_plain_array, inputs), **kwargs)
 
     def __getitem__(self, index: Any) -> Any:
         return np.asarray(self._value)[index]
@@ -77,7 +76,7 @@ def set_synced_value(container: Any, value: Any) -> None:
 
 
 def _to_plain_array(value: Any) -> Any:
-    return value.view(np.ndarray) if isinstance(value, SyncedArray) else value
+    return np.asarray(value) if isinstance(value, SyncedArray | SyncedValue) else value
 
 
 def get_value(self: Any, borrow: bool = False, return_internal_type: bool = False) -> Any:

@@ -10,7 +10,7 @@ class OrderedUpdates(OrderedDict):
     Joining raises KeyError if both have another update of one variable.
     """
 
-    def update(self, other: Any = ()) -> None:  # type: ignore[override]
+    def update(self, other: Any = ()) -> None:  # type: ignore[override] # Theano's signature
         """Add other updates, in their order."""
         for shared, value in OrderedDict(other or ()).items():
             if shared in self and self[shared] is not value:
