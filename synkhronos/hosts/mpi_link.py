@@ -90,6 +90,8 @@ class MpiLink(Link):
         self._output_threads: list[threading.Thread] = []
         self._channel: socket.socket | None = None
         self._mpirun: Any = None
+        #: Start times of ``mpirun`` and its descendants, by process ID.
+        self._mpirun_tree: dict[int, str] = {}
         self._control: ControlMemory | None = None
         self._link_memory: LinkMemory | None = None
         self._uses_gpus = False
@@ -178,6 +180,7 @@ class MpiLink(Link):
             try:
                 channel, _ = listener.accept()
             except TimeoutError:
+                self._mpirun_tree |= mpirun.list_process_tree(self._mpirun.pid)
                 if self._mpirun.poll() is not None:
                     raise RuntimeError(
                         f"the hosts {', '.join(self.host_names)} could not be reached: {self._read_mpirun_error()}"
@@ -198,6 +201,7 @@ class MpiLink(Link):
             raise RuntimeError(f"the agent of this host ended at once: {self._read_mpirun_error()}")
         host_infos: list[dict[str, Any]] = json.loads(message)
         self._channel.settimeout(None)
+        self._mpirun_tree |= mpirun.list_process_tree(self._mpirun.pid)
         return host_infos
 
     def _read_mpirun_error(self) -> str:
@@ -362,14 +366,13 @@ class MpiLink(Link):
                 self._mpirun.wait(exit_seconds)
         output_seconds = _EXIT_SECONDS
         if self._mpirun.poll() is None:
-            # Its children are killed too, since an ssh would wait for an unreachable host.
-            for pid in mpirun.list_process_tree(self._mpirun.pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            self._mpirun.wait()
+            self._mpirun_tree |= mpirun.list_process_tree(self._mpirun.pid)
             # Open MPI's ssh inherits the pipes that are read here, and may pass them on (ControlMaster).  The pipes
             # stay open while any process waits for an unreachable host, but already contain all output.
             output_seconds = _OUTPUT_SECONDS
+        # An ssh would wait for an unreachable host, also if MPICH's mpirun has exited without it.
+        mpirun.kill_process_tree(self._mpirun_tree)
+        self._mpirun.wait()
         for reader in self._output_threads:
             reader.join(output_seconds)
         self._forget_control()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 #: Signal by which an agent kills itself after an error of MPI; no other process sends it.
@@ -105,10 +106,24 @@ def find_lost_hosts(output: str, aliases: Sequence[Sequence[str]]) -> list[int]:
     return [i for i in range(len(aliases)) if i not in survivors]
 
 
-def list_process_tree(pid: int) -> list[int]:
-    """Return the ids of a process and all its descendants."""
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:  # it has exited
-        children = []
-    return [pid, *(descendant for child in children for descendant in list_process_tree(int(child)))]
+def list_process_tree(pid: int) -> dict[int, str]:
+    """Return the start times of a process and of all its descendants, by process ID."""
+    tree: dict[int, str] = {}
+    with contextlib.suppress(OSError):  # it has exited
+        tree[pid] = _read_start_time(pid)
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            tree |= list_process_tree(int(child))
+    return tree
+
+
+def kill_process_tree(tree: Mapping[int, str]) -> None:
+    """Kill the processes of a tree that have not exited, though their parents may have."""
+    for pid, start_time in tree.items():
+        with contextlib.suppress(OSError):
+            if _read_start_time(pid) == start_time:  # otherwise another process has its ID
+                os.kill(pid, signal.SIGKILL)
+
+
+def _read_start_time(pid: int) -> str:
+    """Return a process's start time in clock ticks since the machine's start.  Raise OSError if it does not exist."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
