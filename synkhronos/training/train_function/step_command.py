@@ -31,7 +31,7 @@ import numpy as np
 from synkhronos.collectives.all_reduce_command import AllReduce, AllReducePlan
 from synkhronos.collectives.commands import VariableReplica, prepare_replicas
 from synkhronos.containers import BoundedCache, WeakKeyDict
-from synkhronos.devices import NUMPY, get_array_device, get_rank_device
+from synkhronos.devices import NUMPY, get_array_device
 from synkhronos.devices.communicator import Communicator
 from synkhronos.engines import GradientExchange, Runner, StepShards
 from synkhronos.functions.call import Call, RankCall
@@ -57,8 +57,8 @@ class _StepCommandFields(NamedTuple):
     n_tail_items: int = 1
     #: Number of steps in one launch.  The rows of each rank are ordered by steps.
     n_steps: int = 1
-    #: Whether every rank has rows.  If not, no rank fuses the step.
-    every_rank_has_rows: bool = True
+    #: Whether the ranks try to fuse the step; see `fuse_calls`.
+    can_fuse: bool = False
     #: Whether the ranks launch the fused step without the two comparisons: of their plans, and of whether each rank can
     #: fuse it; see `can_skip_comparisons`.
     skips_comparisons: bool = False
@@ -87,11 +87,11 @@ class StepCommand(_StepCommandFields, Command):
     def run(self, rank: Rank) -> tuple[Any, Any] | None:
         """Take the steps.  Return the outputs of both functions, or None if some rank can't fuse several steps."""
         gradient_rank_call = self.gradient_call.compile_and_bind(rank)
-        fused_runner = self._find_last_runner(rank, gradient_rank_call)
+        fused_runner = self._find_last_runner(rank, gradient_rank_call) if self.can_fuse else None
         if fused_runner is not None:
             return gradient_rank_call.run(fused_runner), []
         update_rank_call = self.update_call.compile_and_bind(rank)
-        if self.every_rank_has_rows:
+        if self.can_fuse:
             fused_runner = fuse_calls(
                 rank, self, gradient_rank_call, [update_rank_call], self.n_steps, self.skips_comparisons
             )
@@ -115,7 +115,7 @@ class StepCommand(_StepCommandFields, Command):
             return None
         computation: Computation = rank.get_object(self.update_call.computation_key)
         is_same = computation.compiled_variants.get(self.update_call.variant) is last.update_variant
-        return last.runner if is_same and gradient_rank_call.has_rows else None
+        return last.runner if is_same else None
 
     def _run_in_parts(self, rank: Rank, gradient_rank_call: RankCall, update_rank_call: RankCall) -> tuple[Any, Any]:
         """Run the gradient, the all-reduce and the update one after another.  Return both functions' outputs."""
@@ -209,6 +209,8 @@ def fuse_calls(
 ) -> Runner | None:
     """Return the fused launch of a gradient, its exchange and updates; None on all ranks if some rank cannot fuse them.
 
+    The master has found that `Engine.can_fuse_steps`, and that each rank has rows, in one slice.
+
     A fused step has other barriers than an unfused one, and may send the gradient in other chunks or in another dtype.
     A rank may be the only one that cannot fuse it, such as the master after ``grad_shared.set_value``.  So the ranks
     compare whether they can, by a barrier.  With ``skips_comparison``, RuntimeError is raised on a rank that cannot.
@@ -218,16 +220,12 @@ def fuse_calls(
         return None  # Python exchanges the means within the launch, and waits for its end
     call, computation = gradient_rank_call.call, gradient_rank_call.computation
     engine = computation.engine
-    if call.is_sliced or not engine.can_fuse_steps(rank):
-        return None
     if call.may_need_compile and computation.compile_order == CompileOrder.AT_FIRST_CALL:
         return None  # the master makes this call first, alone: in a fused launch it would wait for the others
     if any(update_rank_call.computation.engine is not engine for update_rank_call in update_rank_calls):
         return None
-    fused_runner = None
-    if gradient_rank_call.has_rows:
-        updates = [update_rank_call.compiled.runner for update_rank_call in update_rank_calls]
-        fused_runner = engine.fuse_step(rank, gradient_rank_call.compiled.runner, exchange, updates, n_steps)
+    updates = [update_rank_call.compiled.runner for update_rank_call in update_rank_calls]
+    fused_runner = engine.fuse_step(rank, gradient_rank_call.compiled.runner, exchange, updates, n_steps)
     if skips_comparison:
         if fused_runner is None:
             raise RuntimeError(f"rank {rank.number} cannot fuse the step, although it has fused the last one")
@@ -254,6 +252,8 @@ class _ShardedStepCommandFields(NamedTuple):
     gathers_gradient: bool
     #: Number of steps.  The rows of each rank are ordered by steps.
     n_steps: int = 1
+    #: Whether the ranks try to fuse the step; see `fuse_calls`.
+    can_fuse: bool = False
 
 
 class ShardedStepCommand(_ShardedStepCommandFields, Command):
@@ -284,7 +284,7 @@ class ShardedStepCommand(_ShardedStepCommandFields, Command):
         if self.n_steps > 1 and (self.gradient_call.may_need_compile or gradient_rank_call.compiled.n_rank_means):
             return None
         self._store_rank_number(rank)
-        if self.n_steps == 1 and get_rank_device(rank).needs_gpu:
+        if self.n_steps == 1 and self.can_fuse:
             fused_runner = fuse_calls(rank, self, gradient_rank_call, [shard_rank_call, parameter_rank_call])
             if fused_runner is not None:
                 return gradient_rank_call.run(fused_runner), []

@@ -401,11 +401,13 @@ class TrainFunction:
                 call = clear.build_call(session)
                 clear.finish_call(session, call, session.run(call))
             update_calls = [update.build_call(session) for update in update_dispatchers]
+            engine = dispatcher.computation.engine
+            can_fuse = every_rank_has_rows and not gradient_call.is_sliced and engine.can_fuse_steps(session.rank)
             command: StepCommand | ShardedStepCommand
             if self._sharded_step_variables:
-                command = self._make_sharded_step_command(session, gradient_call, update_calls, n_steps)
+                command = self._make_sharded_step_command(session, gradient_call, update_calls, n_steps, can_fuse)
             else:
-                command = self._make_step_command(session, gradient_call, update_calls[0], n_steps, every_rank_has_rows)
+                command = self._make_step_command(session, gradient_call, update_calls[0], n_steps, can_fuse)
             results = session.run(command)
             if results is None:
                 return None
@@ -417,11 +419,10 @@ class TrainFunction:
         return list(zip(outputs[:n_steps], weights, strict=True))
 
     def _make_step_command(
-        self, session: ranks.Session, gradient_call: Call, update_call: Call, n_steps: int, every_rank_has_rows: bool
+        self, session: ranks.Session, gradient_call: Call, update_call: Call, n_steps: int, can_fuse: bool
     ) -> StepCommand:
         """Make the command of steps with an unsharded optimizer."""
         all_reduce = prepare_command(session, self.grad_shared, AllReduce, ("avg", True))
-        can_fuse = every_rank_has_rows and not gradient_call.is_sliced
         command = StepCommand(
             gradient_call,
             all_reduce,
@@ -429,7 +430,7 @@ class TrainFunction:
             self._exchange_dtype,
             self._n_tail_items,
             n_steps,
-            every_rank_has_rows,
+            can_fuse,
             can_fuse and can_skip_comparisons(session.rank, all_reduce),
         )
         if command != self._last_command:
@@ -437,7 +438,7 @@ class TrainFunction:
         return self._last_command  # equal steps are one object, which ranks recognize
 
     def _make_sharded_step_command(
-        self, session: ranks.Session, gradient_call: Call, update_calls: Sequence[Call], n_steps: int
+        self, session: ranks.Session, gradient_call: Call, update_calls: Sequence[Call], n_steps: int, can_fuse: bool
     ) -> ShardedStepCommand:
         """Make the command of steps with a sharded optimizer."""
         keys = distribute_variables(session, self._sharded_step_variables)
@@ -452,6 +453,7 @@ class TrainFunction:
             tuple(state_keys),  # a command is hashable, so that its pickle is cached
             self._gathers_gradient,
             n_steps,
+            can_fuse,
         )
 
     def _count_ranks_with_rows(self, session: ranks.Session, gradient_call: Call) -> int:
