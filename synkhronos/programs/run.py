@@ -1,7 +1,8 @@
 """The command that runs a user's program on every rank.
 
-The program and its arguments are pickled once.  Functions, Data objects and shared variables are pickled as references,
-which each rank replaces by local counterparts.
+The program and its arguments are pickled.  Functions, Data objects and shared variables are pickled as references,
+which each rank replaces by local counterparts.  User code is pickled by name if all ranks have it (forked workers have
+the code of the time of the fork), and by value otherwise.
 """
 
 from __future__ import annotations
@@ -11,8 +12,6 @@ import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
-
-import cloudpickle
 
 from synkhronos import ranks
 from synkhronos.collectives.commands import gather_pickles
@@ -29,8 +28,15 @@ from synkhronos.programs.rank_context import RankContext
 from synkhronos.ranks import ArrayLocation, Command, Rank, Session
 from synkhronos.ranks.program_memory import ProgramMemoryLayout
 from synkhronos.ranks.program_peers import ProgramPeers
-from synkhronos.replication.replicator import distribute_variables
-from synkhronos.replication.user_code import import_hook_modules, list_import_hook_modules
+from synkhronos.replication.replicator import CodePickler, distribute_variables, pickle_by_value
+from synkhronos.replication.user_code import (
+    QualifiedName,
+    UserCode,
+    find_outdated_names,
+    import_hook_modules,
+    is_importable,
+    list_import_hook_modules,
+)
 
 #: Number of locks for any use, in addition to one for each rank's host; see `RankContext.lock`.
 _N_EXTRA_LOCKS = 8
@@ -42,8 +48,8 @@ def run(program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
     Parameters
     ----------
     program : callable
-        Function that each rank calls as ``program(context, *args, **kwargs)`` with its `RankContext`.  The other ranks
-        have to find it by name: a function of a module, or one that the script defines before `fork`.
+        Function that each rank calls as ``program(context, *args, **kwargs)`` with its `RankContext`.  If it, or code
+        that it calls, was defined or edited after `fork`, it is sent with copies of the global variables that it reads.
     *args, **kwargs
         Picklable arguments of the program.  A rank gets a `LocalFunction`, which computes on this rank alone, in place
         of a `Function`; `LocalRows` in place of a `Data` object; its own copy of a shared variable.
@@ -124,8 +130,7 @@ class RunProgram(_RunProgramFields, Command):
             program, args, kwargs = unpickler.load()
         except (AttributeError, ImportError) as error:
             raise TypeError(
-                f"the program, or an argument, can't be found on rank {rank.number}: {error}; define it in a "
-                "module, or, if JAX has not run in this process, in the script before synkhronos.fork()"
+                f"the program, or an argument, can't be unpickled on rank {rank.number}: {error}"
             ) from error
         peers.report_progress()
         with RankMeanContext.forbid():
@@ -154,27 +159,55 @@ class RunProgram(_RunProgramFields, Command):
 def _pickle_program(
     session: Session, program_call: tuple[Any, ...], function_keys: list[Any], published_arrays: list[ArrayLocation]
 ) -> bytes:
-    """Pickle ``(program, args, kwargs)``.
+    """Pickle ``(program, args, kwargs)``, by value the code that a worker lacks.
 
     Append the keys of functions, and the locations of Data objects, among the arguments to the two lists.
     """
-    stream = io.BytesIO()
-    pickler_class = _ProgramPickler if session.has_forked_workers else _ByValuePickler
-    pickler = pickler_class(stream, pickle.HIGHEST_PROTOCOL)
-    pickler.session, pickler.function_keys, pickler.published_arrays = session, function_keys, published_arrays
-    try:
-        pickler.dump(program_call)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise TypeError(
-            f"the program and its arguments have to be pickled for the other ranks: {error}; a program has to be a "
-            "function of a module, or one that the script defines before synkhronos.fork()"
-        ) from error
-    return stream.getvalue()
+    outdated: set[QualifiedName] = set()
+    while True:
+        modules = {module for module, _ in outdated}
+        stream, code = io.BytesIO(), UserCode(modules, covers_values=False)
+        pickler = _ProgramPickler(stream, modules, code)
+        pickler.outdated, pickler.session = outdated, session
+        pickler.function_keys, pickler.published_arrays = function_keys, published_arrays
+        try:
+            with pickle_by_value(modules):
+                pickler.dump(program_call)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise TypeError(f"the program and its arguments have to be pickled for the other ranks: {error}") from error
+        code.update_digests()
+        digests = code.list_digests()
+        newly_outdated = session.run(FindOutdatedNames(list_import_hook_modules(), digests)) if digests else set()
+        if not newly_outdated:
+            return stream.getvalue()
+        outdated |= newly_outdated
 
 
-class _ProgramPickler(pickle.Pickler):
-    """Pickler that replaces functions, Data objects and shared variables by references."""
+class _FindOutdatedNamesFields(NamedTuple):
+    hook_modules: tuple[str, ...]
+    digests: tuple[tuple[QualifiedName, bytes], ...]
 
+
+class FindOutdatedNames(_FindOutdatedNamesFields, Command):
+    """Find the names of user code that any worker lacks, or has in another version."""
+
+    __slots__ = ()
+
+    def run(self, rank: Rank) -> set[QualifiedName]:
+        """Return the names, which are the same on all ranks."""
+        import_hook_modules(self.hook_modules)
+        outdated = () if rank.is_master else find_outdated_names(self.digests, covers_values=False)
+        return set().union(*rank.all_gather_if_different(outdated))
+
+
+class _ProgramPickler(CodePickler):
+    """Pickler that replaces functions, Data objects and shared variables by references.
+
+    Code is pickled by value if its name is in ``outdated``, rather than with its whole module: other code that a forked
+    worker has keeps its state.
+    """
+
+    outdated: set[QualifiedName]
     session: Session
     function_keys: list[Any]
     published_arrays: list[ArrayLocation]
@@ -198,9 +231,8 @@ class _ProgramPickler(pickle.Pickler):
             return "shared", distribute_variables(self.session, [value])[0]
         return None
 
-
-class _ByValuePickler(cloudpickle.Pickler, _ProgramPickler):
-    """Pickler for spawned workers, which also pickles functions and classes of the script by value."""
+    def _is_by_value(self, value: Any) -> bool:
+        return (value.__module__, value.__qualname__) in self.outdated or not is_importable(value)
 
 
 class _ProgramUnpickler(pickle.Unpickler):

@@ -47,7 +47,7 @@ from synkhronos.replication.user_code import (
     CACHED_FUNCTION_TYPE,
     QualifiedName,
     UserCode,
-    find_outdated_modules,
+    find_outdated_names,
     import_hook_modules,
     is_importable,
     is_user_module,
@@ -236,8 +236,8 @@ class Replicator:
         buffers: list[pickle.PickleBuffer] = []
         stream, code = io.BytesIO(), UserCode(self._modules_by_value)
         try:
-            with _pickle_by_value(self._modules_by_value):
-                _Pickler(stream, self._keys, buffers, self._modules_by_value, code).dump(value)
+            with pickle_by_value(self._modules_by_value):
+                _GraphPickler(stream, self._keys, buffers, self._modules_by_value, code).dump(value)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise TypeError(
                 f"the graph can't be pickled, as it has to be for the workers: {error}{self._format_advice()}"
@@ -323,10 +323,10 @@ class ReceiveObjects(Command):
             importlib.invalidate_caches()
             import_hook_modules(self.hook_modules)
         if self.digests:
-            outdated = () if rank.is_master else find_outdated_modules(self.digests)
+            outdated = () if rank.is_master else find_outdated_names(self.digests)
             outdated_anywhere = set().union(*rank.all_gather_if_different(outdated))
             if outdated_anywhere:
-                return outdated_anywhere
+                return {module for module, _ in outdated_anywhere}
         if rank.is_master:
             return set()
         stream, *arrays = read_buffers(self.location.view(rank.segments).data)
@@ -346,7 +346,7 @@ class ReceiveObjects(Command):
 
 
 @contextlib.contextmanager
-def _pickle_by_value(modules: Iterable[str]) -> Iterator[None]:
+def pickle_by_value(modules: Iterable[str]) -> Iterator[None]:
     """Let cloudpickle pickle the code of these modules by value in the ``with`` block."""
     before = cloudpickle.list_registry_pickle_by_value()
     added = [sys.modules[name] for name in modules if name in sys.modules and name not in before]
@@ -359,42 +359,56 @@ def _pickle_by_value(modules: Iterable[str]) -> Iterator[None]:
             cloudpickle.unregister_pickle_by_value(module)
 
 
-class _Pickler(cloudpickle.Pickler):
-    """Pickler that replaces shared variables by keys, and pickles by value the code that can't be imported.
+class CodePickler(cloudpickle.Pickler):
+    """Pickler that pickles the user's classes and functions by name, and by value those that workers lack.
 
-    Arrays are not in the stream: they are appended to ``buffers``.  The user's classes and functions are appended to
-    ``code``.
+    They are appended to ``code``.  ``modules_by_value`` are pickled by value.
     """
+
+    def __init__(
+        self, stream: io.BytesIO, modules_by_value: Container[str], code: UserCode, buffer_callback: Any = None
+    ):
+        super().__init__(stream, pickle.HIGHEST_PROTOCOL, buffer_callback=buffer_callback)
+        self._modules_by_value, self._code = modules_by_value, code
+
+    def reducer_override(self, value: object) -> Any:
+        """Return the name of a user's class or function, or its content; `pickle` calls this for most objects."""
+        if isinstance(value, (type, FunctionType, CACHED_FUNCTION_TYPE)) and is_user_module(value.__module__):
+            is_by_value = self._is_by_value(value)
+            self._code.add(value, not is_by_value)
+            if not is_by_value:
+                return value.__qualname__
+            if isinstance(value, CACHED_FUNCTION_TYPE):  # pickle would send its name
+                return _cache_function, (value.__wrapped__, value.cache_parameters())
+        if isinstance(value, ModuleType) and value.__name__ in self._modules_by_value:
+            # Cloudpickle's way would recurse without end for modules that import each other.
+            state = {name: content for name, content in vars(value).items() if not name.startswith("__")}
+            return ModuleType, (value.__name__,), state, None, None, _update_module
+        return super().reducer_override(value)
+
+    def _is_by_value(self, value: Any) -> bool:
+        return value.__module__ in self._modules_by_value or not is_importable(value)
+
+
+class _GraphPickler(CodePickler):
+    """Pickler that replaces shared variables by keys, and appends arrays to ``buffers`` instead of the stream."""
 
     def __init__(
         self, stream: io.BytesIO, keys: Any, buffers: list[pickle.PickleBuffer], by_value: set[str], code: UserCode
     ):
-        super().__init__(stream, pickle.HIGHEST_PROTOCOL, buffer_callback=buffers.append)
-        self._keys, self._modules_by_value, self._code = keys, by_value, code
+        super().__init__(stream, by_value, code, buffers.append)
+        self._keys = keys
         libraries = list_loaded_libraries()
         self._variable_classes = tuple(library.variable_class for library in libraries)
         self._shared_classes = tuple(library.shared_class for library in libraries)
 
     def reducer_override(self, value: object) -> Any:
-        if isinstance(value, type | FunctionType) and is_user_module(value.__module__):
-            is_by_value = self._is_by_value(value)
-            self._code.add(value, not is_by_value)
-            return super().reducer_override(value) if is_by_value else value.__qualname__
-        if isinstance(value, CACHED_FUNCTION_TYPE) and self._is_by_value(value):  # pickle would send its name
-            return _cache_function, (value.__wrapped__, value.cache_parameters())
-        if isinstance(value, ModuleType) and value.__name__ in self._modules_by_value:
-            # Cloudpickle's way would recurse without end for modules that import each other.
-            state = {name: content for name, content in vars(value).items() if not name.startswith("__")}
-            return ModuleType, (value.__name__,), state, None, None, _update_module
         if isinstance(value, self._variable_classes) and not isinstance(value, self._shared_classes):
             return _reduce_without_user_attributes(value)
         # Unpickling a device's array could start the device's runtime in the wrong process.
         if (device := find_device(value)).must_move_shared_values:
             return device.to_numpy(value).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return super().reducer_override(value)
-
-    def _is_by_value(self, value: Any) -> bool:
-        return value.__module__ in self._modules_by_value or not is_importable(value)
 
     def persistent_id(self, value: object) -> Any:
         if getattr(value, "container", None) is None:  # fast path: pickle calls this for every object

@@ -3,9 +3,9 @@
 A pickle contains the name of a class or function, which the worker imports.  A worker has the code of the time of the
 fork.  The user may have edited code since, as by running a notebook's cell again or reloading a module.  The worker
 then has an old version of it, or none.  Each name is therefore sent with a digest, as is each ``module.name`` in the
-code.  A module of which a digest differs on a worker is sent by value.
+code.  What has another digest on a worker is sent by value: for graphs its whole module, for programs its code alone.
 
-    master: UserCode.list_digests() --names, digests--> workers: find_outdated_modules() --modules--> send their code
+    master: UserCode.list_digests() --names, digests--> workers: find_outdated_names() --names--> send their code
 
 The standard library and ``site-packages`` are not compared, since users don't edit them.
 """
@@ -53,10 +53,12 @@ class UserCode:
     """The user's classes and functions in a pickle, and their digests.
 
     Call `add` for each while pickling, then `update_digests`.  ``modules_by_value`` are pickled by value.
+    ``covers_values`` is whether digests cover the values of global variables.
     """
 
-    def __init__(self, modules_by_value: Collection[str] = ()) -> None:
+    def __init__(self, modules_by_value: Collection[str] = (), covers_values: bool = True) -> None:
         self._modules_by_value = modules_by_value
+        self._covers_values = covers_values
         self._by_name: dict[QualifiedName, Any] = {}
         self._by_value: list[Any] = []
         self._attributes: dict[QualifiedName, Any] = {}
@@ -73,7 +75,8 @@ class UserCode:
 
     def update_digests(self) -> None:
         """Compute the digests of the current code."""
-        hashers = [_CodeHasher(value) for value in (*self._by_name.values(), *self._by_value)]
+        values = (*self._by_name.values(), *self._by_value)
+        hashers = [_CodeHasher(value, self._covers_values) for value in values]
         self._digests = [hasher.digest() for hasher in hashers]
         self._used_bindings = [used for hasher in hashers for used in hasher.used_bindings]
         self._attributes = {
@@ -88,7 +91,9 @@ class UserCode:
 
         A digest covers the user code that the class or function uses; see `_CodeHasher`.
         """
-        attributes = tuple((name, compute_digest(value)) for name, value in self._attributes.items())
+        attributes = tuple(
+            (name, compute_digest(value, self._covers_values)) for name, value in self._attributes.items()
+        )
         # `update_digests` puts the digests of these before those of code that was pickled by value.
         return (*zip(self._by_name, self._digests, strict=False), *attributes)
 
@@ -102,20 +107,22 @@ class UserCode:
         return self._digests != before
 
 
-def find_outdated_modules(digests: Iterable[tuple[QualifiedName, bytes]]) -> tuple[str, ...]:
-    """Return the modules whose code is missing in this process, or has other digests."""
-    modules = set()
+def find_outdated_names(
+    digests: Iterable[tuple[QualifiedName, bytes]], covers_values: bool = True
+) -> tuple[QualifiedName, ...]:
+    """Return the names of the code that is missing in this process, or has other digests."""
+    outdated = []
     for (module, qualname), expected in digests:
         try:
             value: Any = importlib.import_module(module)
             for part in qualname.split("."):
                 value = getattr(value, part)
-            is_current = compute_digest(value) == expected
+            is_current = compute_digest(value, covers_values) == expected
         except Exception:  # a user's module may raise any exception when it is imported
             is_current = False
         if not is_current:
-            modules.add(module)
-    return tuple(sorted(modules))
+            outdated.append((module, qualname))
+    return tuple(outdated)
 
 
 def list_import_hook_modules() -> tuple[str, ...]:
@@ -161,16 +168,17 @@ def is_user_module(module: str | None) -> bool:
     return package[0] not in ("pytensor", "theano") and not any(folder.glob("*.dist-info"))
 
 
-def compute_digest(value: object) -> bytes:
+def compute_digest(value: object, covers_values: bool = True) -> bytes:
     """Return a digest of a user's class or function, including the user code that it uses."""
-    return _CodeHasher(value).digest()
+    return _CodeHasher(value, covers_values).digest()
 
 
 class _CodeHasher:
     """Hash of a class or function with the user code that it uses, directly or through other user code.
 
     Code is used if a name refers to it, as global variable, default argument, closure or ``module.name``: a class, a
-    function, a wrapper such as `functools.partial`, or the class of an object.
+    function, a wrapper such as `functools.partial`, or the class of an object.  Without ``covers_values``, global
+    variables with other values are left out.
 
     Attributes
     ----------
@@ -180,7 +188,8 @@ class _CodeHasher:
         Value of each ``module.name`` in this code.
     """
 
-    def __init__(self, value: object):
+    def __init__(self, value: object, covers_values: bool):
+        self._covers_values = covers_values
         #: Namespace and name of variables that this code or functions of their module rebind, such as counters.  They
         #: are state of a process: ranks may have other values.
         self._rebound: set[tuple[int, str]] = set()
@@ -278,6 +287,9 @@ class _CodeHasher:
                 self._rebound |= {(id(namespace), name) for name in _find_rebound_globals(namespace)}
             if namespace is not None and path[-1] in namespace and (id(namespace), path[-1]) not in self._rebound:
                 value = namespace[path[-1]]
+                is_code = isinstance(value, (type, types.FunctionType, *_WRAPPER_ATTRIBUTES))
+                if not (is_code or self._covers_values):
+                    continue
                 if len(path) > 1 and not isinstance(value, types.ModuleType):
                     self.used_attributes[namespace["__name__"], path[-1]] = value
                 yield namespace, path[-1], value

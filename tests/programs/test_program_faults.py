@@ -203,8 +203,10 @@ def test_timeout_names_a_rank_without_progress(two_ranks_per_test):
 
 
 def test_run_refuses_wrong_values(two_ranks_per_test):
-    with pytest.raises(TypeError, match=r"a program has to be a function of a module"):
-        synk.run(lambda context: 0)
+    with pytest.raises(
+        TypeError, match=r"the program and its arguments have to be pickled for the other ranks: .*lock"
+    ):
+        synk.run(programs.return_arguments, threading.Lock())
     with pytest.raises(TypeError, match="program: expected a function, got 3"):
         synk.run(3)
     with pytest.raises((TypeError, synk.WorkerError), match="can't be pickled"):  # depending on which rank fails first

@@ -1,4 +1,4 @@
-"""`replication.user_code`: operations that users edit while ranks run."""
+"""`replication.user_code`: operations and programs that users edit while ranks run."""
 
 import importlib
 import os
@@ -9,11 +9,11 @@ import types
 
 import numpy as np
 import pytest
-from library import DEVICE, ENVIRONMENT_WITHOUT_COMPILER, NAME, Apply, Op, tensor
+from library import DEVICE, ENVIRONMENT_WITHOUT_COMPILER, HOSTS, NAME, Apply, Op, tensor
 
 import synkhronos as synk
 from synkhronos.functions.dispatcher import Dispatcher
-from synkhronos.replication.user_code import UserCode, compute_digest, find_outdated_modules, is_user_module
+from synkhronos.replication.user_code import UserCode, compute_digest, find_outdated_names, is_user_module
 
 pytestmark = pytest.mark.skipif(DEVICE != "host", reason="neither XLA nor a GPU has operations written in Python")
 IMPORTS = (
@@ -236,6 +236,33 @@ def test_state_of_user_code_is_not_compared(fork, write):
         assert [second - counts[0][1] for _, second in counts] == [0, 1, 2]  # neither sent nor reset
 
 
+@pytest.mark.skipif(bool(HOSTS), reason="workers that are forks of this process")
+def test_programs_edited_after_fork_are_sent_to_all_ranks(fork, monkeypatch):
+    module = types.ModuleType("edited_programs")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+    def define(code):  # as a notebook cell does
+        exec(code, vars(module))
+
+    define("def get_version(): return 1\ndef program(context): return get_version(), context.number, rate")
+    define("calls = []\ndef count(context): calls.append(0); return len(calls)\nrate = 5")
+    fork(2)
+    assert synk.run(module.program) == [(1, 0, 5), (1, 1, 5)]
+    assert synk.run(module.count) == [1, 1]
+    define("rate = 6")
+    assert synk.run(module.program) == [(1, 0, 6), (1, 1, 5)]  # a value is state of a process
+    define("def get_version(): return 2")
+    assert synk.run(module.program) == [(2, 0, 6), (2, 1, 6)]
+    for version in (3, 4):
+        define(f"import functools\n@functools.cache\ndef get_version(): return {version}")
+        assert synk.run(module.program) == [(version, 0, 6), (version, 1, 6)]
+    assert synk.run(module.count) == [2, 2]  # code that has not changed keeps its variables
+    define("def added(context): return rate, get_version()")
+    assert synk.run(module.added) == [(6, 4)] * 2
+    define("import edited_programs\nby_module = lambda context: edited_programs.get_version() + context.number")
+    assert synk.run(module.by_module) == [4, 5]
+
+
 def test_digest_distinguishes_code(write):
     name = write()
     module = importlib.import_module(name)
@@ -243,15 +270,15 @@ def test_digest_distinguishes_code(write):
     code.add(module.Scale, is_by_name=True)
     code.update_digests()
     assert not code.update_if_changed()
-    assert find_outdated_modules(code.list_digests()) == ()
-    assert find_outdated_modules([((name, "Missing"), b"")]) == (name,)
-    assert find_outdated_modules([(("no_such_module", "Op"), b"")]) == ("no_such_module",)
+    assert find_outdated_names(code.list_digests()) == ()
+    assert find_outdated_names([((name, "Missing"), b"")]) == ((name, "Missing"),)
+    assert find_outdated_names([(("no_such_module", "Op"), b"")]) == (("no_such_module", "Op"),)
     before = compute_digest(module.Scale)
     for change in ("FACTOR", "scaled"):
         old = getattr(module, change)
         setattr(module, change, (lambda value: value) if callable(old) else np.float32(7))
         assert compute_digest(module.Scale) != before
-        assert find_outdated_modules(code.list_digests()) == (name,)
+        assert find_outdated_names(code.list_digests()) == ((name, "Scale"),)
         setattr(module, change, old)
         assert compute_digest(module.Scale) == before
     module.scaled.__code__ = module.scaled.__code__.replace(co_consts=(None, 5.0))

@@ -353,7 +353,7 @@ def test_train_accepts_lists_no_targets_and_composed_rules(n_ranks, arguments):
                 ((model.predicted + T.dot(x2, model.w) - model.y) ** 2).mean(),
                 [model.x, x2], [model.y], updates.sgd, ([X, X[::-1]], [Y]),
             ),
-            "no targets": ((model.predicted**2).mean(), model.x, [], updates.sgd, (X, [])),
+            "no targets": ((model.predicted**2).mean(), model.x, [], updates.sgd, (X,)),
             "a composed update rule": (model.loss, model.x, model.y, adagrad_with_momentum, (X, Y)),
         }[arguments]  # fmt: skip
         train = make(loss, model.params, x, y, rule, learning_rate=0.1)

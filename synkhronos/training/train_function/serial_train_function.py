@@ -49,7 +49,7 @@ class SerialTrainFunction:
         """Return the moving averages of the parameters, in their order, or None without the option `ema`."""
         return self._graph.ema
 
-    def __call__(self, x_data: DataArgument, y_data: DataArgument, batch: BatchArgument = None) -> Any:
+    def __call__(self, x_data: DataArgument, y_data: DataArgument | None = None, batch: BatchArgument = None) -> Any:
         """Take one step.
 
         Parameters

@@ -200,7 +200,8 @@ class TrainFunction:
         ----------
         x_data, y_data : Data or array_like, or list of these
             Rows of the inputs and of the targets.  A list has one entry per variable, if `x` or `y` was a list.  Data
-            objects are not copied.  Omit both if the data are in `sliceable_shareds`.
+            objects are not copied.  Omit both if the data are in `sliceable_shareds`, and `y_data` if `y` is an empty
+            list.
         batch : int, slice, list of int, or array of int or bool, optional
             Selection of rows: the number of first rows, a slice, indexes, or a mask.  Default: all rows.
         num_slices : int, optional

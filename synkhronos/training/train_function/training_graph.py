@@ -136,6 +136,8 @@ class TrainingGraph:
             raise TypeError(
                 f"{names[1]}: this function was made without sliceable_shareds; rows are chosen by {names[0]}"
             )
+        if y_data is None and not self.y:
+            y_data = []
         if x_data is None or y_data is None:
             raise TypeError(f"{'x_data' if x_data is None else 'y_data'}: expected rows, got None")
         return [
