@@ -471,7 +471,7 @@ def _list_forkable_modules() -> list[str]:
         for name, module in list(sys.modules.items())
         if name.partition(".")[0] in _FORKABLE_PACKAGES
         and "jax" not in name  # a fork would lack JAX's threads
-        and module.__name__ == name  # excludes PyTensor under Theano's names
+        and getattr(module, "__name__", None) == name  # excludes PyTensor under Theano's names, and None
     ]
 
 

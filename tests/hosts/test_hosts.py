@@ -254,6 +254,14 @@ def test_fork_on_one_host_needs_no_mpirun(monkeypatch):
     synk.close()
 
 
+def test_forkable_modules_are_imported_under_their_own_names(monkeypatch):
+    """Theano's C code for scans is disabled by None in place of its module."""
+    monkeypatch.setitem(sys.modules, "numpy.disabled", None)
+    monkeypatch.setitem(sys.modules, "numpy.other_name", np)
+    modules = mpi_link._list_forkable_modules()
+    assert "numpy" in modules and not {"numpy.disabled", "numpy.other_name"} & set(modules)
+
+
 def test_leftovers_of_mpirun_do_not_block(monkeypatch):
     leaves = ["sh", "-c", "sleep 60 & echo no route to host b >&2; exit 255"]
     monkeypatch.setattr(mpirun, "make_mpirun_argv", lambda names, address: leaves)
