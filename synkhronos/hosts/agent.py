@@ -37,6 +37,7 @@ import numpy as np
 from synkhronos.hosts.frame_transport import FrameTransport
 from synkhronos.hosts.host_list import compute_ranks_by_host, describe_host
 from synkhronos.hosts.messenger import CHUNK_NBYTES, MAX_UNSENT_MESSAGES, MessageType, Messenger
+from synkhronos.hosts.mpirun import kill_process_tree, list_process_tree
 from synkhronos.hosts.page_table import PAGE_NBYTES, PageTable, find_pages, view_pages
 from synkhronos.hosts.program_agent import ProgramAgent
 from synkhronos.ranks.agreement import BarrierTally, record_last_common_barrier
@@ -331,7 +332,7 @@ class Agent:
             del self._workers.pids[rank]
 
     def _end_without_master(self, now: float) -> None:
-        """End all hosts after the master's death.  If some do not answer, exit, so that ``mpirun`` ends them."""
+        """End all hosts after the master's death.  If some do not answer, exit, and end ``mpirun``."""
         self._control.words[ControlMemory.END_REQUEST] = ControlMemory.KILL_WORKERS
         self._exit_deadline = self._exit_deadline or now + _HOST_EXIT_SECONDS
         if now > self._exit_deadline:
@@ -446,6 +447,10 @@ class Agent:
     def _exit_alone(self) -> None:
         """Kill this host's workers and exit, without waiting for the other hosts."""
         self._workers.shut_down(0.0, lambda: True)
+        if self._is_master_host:  # an ssh would wait for an unreachable host, also after mpirun's exit
+            tree = list_process_tree(self._config["mpirun"])
+            tree.pop(os.getpid(), None)
+            kill_process_tree(tree)
         os.kill(os.getpid(), signal.SIGKILL)  # mpirun may ignore an exit code, but not a death by a signal
 
 

@@ -228,6 +228,7 @@ class MpiLink(Link):
             "rank_counts": list(map(len, self.ranks_by_host)),
             "size": self.size,
             "master_rank": master_rank,
+            "mpirun": self._mpirun.pid,
             "profile": profile,
             "timeout": self._timeout,
             "environment": {name: value for name, value in os.environ.items() if _COPIED_VARIABLES.match(name)},

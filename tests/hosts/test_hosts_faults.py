@@ -206,15 +206,20 @@ def test_lost_host_is_named(hosts, fault, place):
 
 
 @needs_namespaces
-def test_lost_host_of_three_leaves_no_ssh(hosts):
+@pytest.mark.parametrize("kills_master", [False, True])
+def test_lost_host_of_three_leaves_no_ssh(hosts, kills_master):
     """MPICH's mpirun then exits without the ssh that waits for the lost host."""
     with hosts as tree:
         assert tree.fork(["a:1", f"{hosts.other}:1", "h:1"], host_timeout=SILENCE).get("value") == 3
         block_ranks_at(tree, "idle")
         tree.inject_fault("unplug", hosts.other)
-        time.sleep(SILENCE)
-        tree.release()
-        assert f"host {hosts.other} (rank 1)" in tree.expect_event("outcome")["message"]
+        if kills_master:
+            os.kill(tree.pid, signal.SIGKILL)
+            tree.wait_until_started()
+        else:
+            time.sleep(SILENCE)
+            tree.release()
+            assert f"host {hosts.other} (rank 1)" in tree.expect_event("outcome")["message"]
         tree.check_no_leaks()
         tree.inject_fault("plug", hosts.other)
 
