@@ -6,7 +6,6 @@ Methods import JAX when they need it, so that this package can be imported witho
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Sequence
 from functools import cached_property
@@ -53,10 +52,6 @@ class JaxDevice(CudaDevice):
             if platforms:
                 advice = f"JAX_PLATFORMS is {platforms!r}: remove it, or pass use_gpu=False"
             raise RuntimeError(f"JAX computes on {devices[0].platform!r} although GPU {gpu} is visible: {advice}")
-        if nccl_handlers.read_nccl_call_mode() == "graph":
-            # By default NCCL registers memory when an operation is recorded, which may be a collective.  But XLA
-            # records again when an address has changed, possibly on a single rank.
-            os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 
     def _import_jax(self) -> Any:
         import jax

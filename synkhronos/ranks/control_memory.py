@@ -28,6 +28,8 @@ from synkhronos.ranks.segments import create_unlinked_file, map_file
 
 #: Number of bytes of the mailbox; a longer command is written into a segment of its own.
 MAILBOX_NBYTES = 1 << 18
+#: Number of entries of `ControlMemory.valid_flags`: one page.
+N_VALID_FLAGS = mmap.PAGESIZE // 4
 #: Number of bytes of a slot, in which a rank publishes a value at a barrier.
 SLOT_NBYTES = 1 << 16
 #: Index of a rank's slot for its exception report; barriers use slots 0 and 1 in turn.
@@ -52,13 +54,14 @@ _N_RANK_WORDS = 9
 _SEMAPHORE_NBYTES = 64  # a cache line; no system's semaphore is larger
 
 
-def _compute_offsets(size: int, n_local: int, link_nbytes: int) -> tuple[int, int, int, int, int]:
-    """Return the offsets of the mailbox, scratch memory, semaphores, the link's memory, and slots."""
-    mailbox = _round_to_pages((_N_WORDS + _N_RANK_WORDS * size) * 8)
+def _compute_offsets(size: int, n_local: int, link_nbytes: int) -> tuple[int, int, int, int, int, int]:
+    """Return the offsets of the valid flags, the mailbox, scratch memory, semaphores, the link's memory, and slots."""
+    flags = _round_to_pages((_N_WORDS + _N_RANK_WORDS * size) * 8)
+    mailbox = flags + 4 * N_VALID_FLAGS
     scratch = mailbox + MAILBOX_NBYTES
     semaphores = scratch + 2 * n_local * SCRATCH_NBYTES
     link = semaphores + (size + 1) * _SEMAPHORE_NBYTES
-    return mailbox, scratch, semaphores, link, _round_to_pages(link + link_nbytes)
+    return flags, mailbox, scratch, semaphores, link, _round_to_pages(link + link_nbytes)
 
 
 def _round_to_pages(nbytes: int) -> int:
@@ -98,6 +101,8 @@ class ControlMemory:
     rounds_begun, rounds_ended : memoryview of uint64
         Counters of compiled code that runs in rounds, without barriers of the command: for each rank, the number of
         rounds that it has begun, and once the code has ended the number of all of them plus 1.
+    valid_flags : memoryview of int32
+        Page that GPUs read, in which ranks invalidate collectives before they abort them (`devices.cuda.watchdog`).
     scratch : memoryview
         Scratch memory of this host's ranks, two halves for each.
     link_memory : memoryview
@@ -140,7 +145,7 @@ class ControlMemory:
         self.local_ranks = range(size) if local_ranks is None else local_ranks
         self.spin_seconds = spin_seconds
         n_words = _N_WORDS + _N_RANK_WORDS * size
-        mailbox, scratch, semaphores, link, slots = _compute_offsets(size, len(self.local_ranks), link_nbytes)
+        flags, mailbox, scratch, semaphores, link, slots = _compute_offsets(size, len(self.local_ranks), link_nbytes)
         nbytes = slots + 3 * size * SLOT_NBYTES
         self._memory = mmap.mmap(-1, nbytes) if fd < 0 else map_file(fd, nbytes)
         memory = memoryview(self._memory)
@@ -156,6 +161,7 @@ class ControlMemory:
             self.rounds_begun,
             self.rounds_ended,
         ) = (self.words[_N_WORDS + i * size : _N_WORDS + (i + 1) * size] for i in range(_N_RANK_WORDS))
+        self.valid_flags = memory[flags:mailbox].cast("i")
         self.mailbox = memory[mailbox : mailbox + MAILBOX_NBYTES]
         self.scratch = memory[scratch : scratch + 2 * len(self.local_ranks) * SCRATCH_NBYTES]
         self.link_memory = memory[link : link + link_nbytes]

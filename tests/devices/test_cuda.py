@@ -158,7 +158,7 @@ DONE, NOT_READY = 0, 600
 class Gpu:
     """Fake of CUDA, NCCL and a rank: a collective is pending until the test completes it."""
 
-    def __init__(self, is_master=True):
+    def __init__(self, is_master=True, valid_flags=None):
         self.state, self.aborted, self.entered, self.is_dead = DONE, 0, 0, False
         self.failed = 0
         self.has_room = threading.Event()
@@ -168,7 +168,9 @@ class Gpu:
         self.barriers = self
         self.stream = self.copy_stream_handle = 7
         self.next_number, self.arrived = 3, 0
-        self.host_valid_flag, self.host_mark = np.zeros(1, np.int32), np.zeros(1, np.int32)
+        self.host_mark = np.zeros(1, np.int32)
+        self.control = types.SimpleNamespace(valid_flags=np.ones(16, np.int32) if valid_flags is None else valid_flags)
+        self.spans_hosts = False
         #: Marks that the stream writes when its earlier work is done.
         self.pending_marks = []
         self.array_device = self
@@ -187,6 +189,11 @@ class Gpu:
     def write_mark(self, stream, mark):
         assert stream == 7
         self.pending_marks.append(mark)
+
+    def pin_pages(self, *arguments):
+        """Do nothing, as `unpin_pages`: the fake reads all memory."""
+
+    unpin_pages = pin_pages
 
     def set_current_gpu(self):
         self.entered += 1
@@ -478,12 +485,11 @@ def test_failure_after_the_last_barrier_aborts_nothing(connected):
     assert not gpu.aborted and gpu.pending_operations[0].has_writes_at_risk()
 
 
-def all_reduce_in_launch(communicator, gpu, count=3):
+def all_reduce_in_launch(communicator, gpu, count=3, command=5):
     """All-reduce in the middle of a launch; return the copies that the stream makes afterwards."""
     copied = []
     gpu.cuMemcpyAsync = lambda *arguments: copied.append(arguments)
-    communicator._connection.valid_flag[0] = 1
-    gpu.command_number = 5
+    gpu.command_number = command
     communicator.enqueue_on_xla_stream([(64, 64, count, "float32")], "sum", 96, 7)
     return copied
 
@@ -492,7 +498,7 @@ def test_launch_all_reduce_is_valid_unless_aborted(connected):
     communicator, gpu = connected()
     (copied,) = all_reduce_in_launch(communicator, gpu)
     # The GPU reads the flag after the all-reduce; a missing peer may be found by then.
-    flag = communicator._connection.valid_flag
+    flag = gpu.control.valid_flags[1:2]
     assert copied == (96, flag.ctypes.data, 4, 7) and flag[0] == 1
     # After an abort no wrong value is visible, unless the collective writes in place.
     assert not gpu.pending_operations[0].has_writes_at_risk()
@@ -503,6 +509,21 @@ def test_launch_all_reduce_is_valid_unless_aborted(connected):
     gpu.failed = 5
     wait_until(lambda: events)
     assert events == [0] and communicator.generation == 0
+
+
+def test_abort_invalidates_the_collectives_of_ranks_that_start_later(connected):
+    valid_flags = np.ones(16, np.int32)
+    (first, first_gpu), (second, _) = [connected(valid_flags=valid_flags) for _ in range(2)]
+    for communicator, gpu in (first, first_gpu), (second, second._gpu):
+        all_reduce_in_launch(communicator, gpu, command=4)
+        communicator.wait_until_started()
+    (copied,) = all_reduce_in_launch(first, first_gpu, command=5)
+    first_gpu.arrived = 0
+    first_gpu.pending_operations[0].resolve_failed_command(5)
+    assert first_gpu.aborted
+    # The abort lets NCCL complete the second rank's all-reduce with arbitrary values.
+    (copied_later,) = all_reduce_in_launch(second, second._gpu, command=5)
+    assert copied_later == copied and valid_flags.tolist() == [1, 1, 0] + 13 * [1]
 
 
 def test_launch_all_reduce_after_abort_is_invalid(connected):

@@ -72,14 +72,16 @@ def connect():
         driver=driver,
         side_stream=SIDE,
         event=EVENT,
-        host_valid_flag=np.zeros(1, np.int32),
         host_mark=np.zeros(1, np.int32),
         write_mark=lambda stream, mark: None,
+        pin_pages=lambda address, nbytes: None,
     )
     gpu.set_current_gpu = lambda: None
     rank = types.SimpleNamespace(
         pending_operations=[],
         command_number=5,
+        control=types.SimpleNamespace(valid_flags=np.ones(16, np.int32)),
+        spans_hosts=False,
         has_peer_died=lambda: False,
         barriers=types.SimpleNamespace(last_failed_command=0, check_cancelled=lambda: None),
     )
@@ -107,11 +109,11 @@ def launch(program, communicator, collectives, *arguments, shape=(3,), times=1):
     return f"{[np.asarray(result).tolist() for result in results]}; {end}{calls}"
 
 
-def reduce_once(nccl_call_mode="native"):
+def reduce_once():
     """Reduce an array three times: normally, with an error of NCCL, and on an aborted connection."""
     import jax
 
-    communicator, collectives = connect(), FfiCollectives(nccl_call_mode=nccl_call_mode, op="avg")
+    communicator, collectives = connect(), FfiCollectives(nccl_call_mode="native", op="avg")
 
     def program(value, gradient):
         (total,), is_valid = collectives.trace_finish([gradient])
@@ -141,7 +143,7 @@ def reduce_chunks():
     import jax
     import jax.numpy as jnp
 
-    communicator, collectives = connect(), FfiCollectives(nccl_call_mode="graph")
+    communicator, collectives = connect(), FfiCollectives(nccl_call_mode="native")
 
     def program(first, second, third):
         first, token = collectives.trace_start(first, np.int32(0))
@@ -181,7 +183,7 @@ def read_traits():
     from synkhronos.devices.jax.xla_ffi import _METADATA, CallFrame, _Api, _Extension, _Metadata
 
     library = nccl_handlers.load_handlers()
-    for name in (nccl_handlers.START_TARGET, nccl_handlers.FINISH_TARGET, nccl_handlers.RECORDABLE_FINISH_TARGET):
+    for name in (nccl_handlers.START_TARGET, nccl_handlers.FINISH_TARGET):
         metadata = _Metadata(struct_size=ctypes.sizeof(_Metadata))
         extension = _Extension(ctypes.sizeof(_Extension), _METADATA, None, ctypes.pointer(metadata))
         api = _Api(struct_size=ctypes.sizeof(_Api))

@@ -69,8 +69,6 @@ class GpuContext:
         Handle of ``copy_stream``.
     event : cuda.bindings.driver.CUevent
         Event that `order_after` uses in every call.
-    host_valid_flag : ndarray of int32, shape (1,)
-        The ``valid_flag`` of the `NcclConnection` of all ranks, in page-locked memory, which the GPU reads.
     host_mark : ndarray of int32, shape (1,)
         Number in page-locked memory that `write_mark` lets the GPU write.
     """
@@ -90,7 +88,7 @@ class GpuContext:
         self.event = unwrap_cuda_result(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
         page = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.int32)
         self.pin_pages(page.ctypes.data, page.nbytes)
-        self.host_valid_flag, self.host_mark = page[0:1], page[1:2]
+        self.host_mark = page[:1]
         self._mark_address = unwrap_cuda_result(driver.cuMemHostGetDevicePointer(self.host_mark.ctypes.data, 0))
 
     @cached_property

@@ -70,8 +70,7 @@ class NcclCommunicator(Communicator):
         self._is_on_compute_stream = compute_stream is not None
         self.max_speculative_nbytes = 0 if compute_stream is None else _QUICK_NBYTES  # without one, `all_reduce` waits
         self._stream = gpu.copy_stream_handle if compute_stream is None else compute_stream
-        valid_flag = np.zeros(1, np.int32) if watchdog else gpu.host_valid_flag
-        self._connection = NcclConnection(rank, gpu, self._stream, valid_flag)
+        self._connection = NcclConnection(rank, gpu, self._stream)
         self._nccl, self._nccl_lock = self._connection.nccl, self._connection.nccl_lock
         if watchdog is None:
             watchdog = CollectiveWatchdog(rank, gpu, self._connection, self._stream)
@@ -88,7 +87,12 @@ class NcclCommunicator(Communicator):
         return self._connection.generation
 
     def connect(self, generations: Sequence[int]) -> None:
-        self._connect_ranks(generations, range(self._rank.size), self._rank.all_gather)
+        def all_gather(value: Any) -> Sequence[Any]:
+            values = self._rank.all_gather(value)
+            self._watchdog.restart_epochs()  # all ranks have waited for their earlier work
+            return values
+
+        self._connect_ranks(generations, range(self._rank.size), all_gather)
 
     def _connect_ranks(
         self, generations: Sequence[int], members: Sequence[int], all_gather: Callable[[Any], Sequence[Any]]

@@ -20,13 +20,10 @@ starts with a comparison of generations.
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
-
-import numpy as np
 
 from synkhronos.devices.cuda.gpu_context import GpuContext, unwrap_cuda_result
 from synkhronos.devices.cuda.launch_state import LaunchState
@@ -61,28 +58,18 @@ class NcclConnection:
         Ranks of the last connection, in NCCL's order.
     nccl_lock : threading.RLock
         Held during calls of NCCL, so that `abort` does not free the communicator meanwhile.
-    valid_flag : ndarray of int32, shape (1,)
-        1 while the connection is valid, else 0.  The GPU copies it after a reduction within a launch.
     launch_state : LaunchState
         State that handlers in C++ read during a launch, with the communicator's handle.
-    communicator_number : int
-        Number of the communicator, unique in this process.
-    may_be_recorded : bool
-        Whether CUDA graphs may contain operations of the communicator.
     """
 
-    _numbers = itertools.count(1)
-
-    def __init__(self, rank: Rank, gpu: GpuContext, stream: int, valid_flag: np.ndarray):
+    def __init__(self, rank: Rank, gpu: GpuContext, stream: int):
         from nccl.bindings import nccl
 
         self.nccl = nccl
         self.generation = 0
         self.nccl_lock = threading.RLock()
-        self.valid_flag = valid_flag
         self.members: tuple[int, ...] = ()
-        self.launch_state = LaunchState(valid_flag_address=valid_flag.ctypes.data)
-        self.communicator_number, self.may_be_recorded = 0, False
+        self.launch_state = LaunchState()
         self._rank, self._gpu, self._stream = rank, gpu, stream
         self._comm: Any = None  # a `nccl.core.Communicator`
         self._handle: Any = None  # its handle, for the bindings' functions
@@ -169,8 +156,6 @@ class NcclConnection:
             if attempt != self._attempt:
                 return False
             self._comm, self._handle = comm, comm._comm
-            self.communicator_number, self.may_be_recorded = next(self._numbers), False
-            self.valid_flag[0] = 1
             self.launch_state.comm_handle = int(getattr(comm._comm, "handle", comm._comm))
             return True
 
@@ -182,27 +167,15 @@ class NcclConnection:
             with self._comm_lock:  # only one thread gets the communicator
                 comm, self._comm, self.generation = self._comm, None, 0
                 self._attempt += 1
-                # The flag is cleared before the abort, after which the GPU continues with an undefined result.
-                self.valid_flag[0] = 0
                 self.launch_state.comm_handle = 0
             if comm is not None:
                 self._gpu.set_current_gpu()
                 is_locked = self.nccl_lock.acquire(timeout=STUCK_TIMEOUT_SECONDS)
                 try:
-                    self._abort(comm)
+                    comm.abort()
                 finally:
                     if is_locked:
                         self.nccl_lock.release()
-
-    def _abort(self, comm: Any) -> None:
-        """Abort a communicator."""
-        if not self.may_be_recorded:
-            comm.abort()
-            return
-        # NCCL ends the GPU's operations at once, but its call returns only when no CUDA graph contains them any more.
-        thread = threading.Thread(target=comm.abort, daemon=True)
-        thread.start()
-        thread.join(STUCK_TIMEOUT_SECONDS)
 
     def check_connected(self) -> None:
         """Raise RuntimeError if the connection was aborted after the ranks compared their generations."""

@@ -20,9 +20,16 @@ The ranks agree on whether all have started (`synkhronos.ranks.agreement`), so e
 does.  A rank checks in `wait_until_started`, and at the end of a failed command (`resolve_failed_command`).  A thread
 checks, too, since a rank that waits for its GPU does not notice a failure.
 
-An abort ends all of a connection's collectives.  Safe ones may still be in progress when the next ones start, so the
-GPU writes a mark between them (`GpuContext.write_mark`), for which an abort waits.  The mark is in host memory, since
-calls of CUDA block while another thread's call does.
+Collectives that are enqueued between two such decisions form an *epoch*, which has the same number on all ranks.
+
+An abort ends all of a connection's collectives.  Those of safe epochs may still be in progress when the next epoch
+begins, so the GPU writes the epoch's number between them (`GpuContext.write_mark`), for which an abort waits.  The mark
+is in host memory, since calls of CUDA block while another thread's call does.
+
+A collective that one rank aborts does not wait for data any more, but still sends: the collective of a rank that has
+not aborted it yet, or starts it later, may then complete with arbitrary values.  A launch of XLA therefore reads a flag
+behind its collectives, and keeps the old values of variables if it is 0.  Each epoch has its own flag, in memory of
+all ranks of a host, and a rank sets it to 0 before it aborts.  Other hosts do so when they notice the failure.
 
 Invariant: at most one of a rank's connections has work on the stream.  Blocking operations (all but ``all_reduce`` of
 all ranks) start on an idle stream.  The active connection is aborted first: the abort of another one frees memory on
@@ -37,6 +44,8 @@ import threading
 import time
 from time import perf_counter
 
+import numpy as np
+
 from synkhronos.devices.cuda.gpu_context import GpuContext
 from synkhronos.devices.cuda.nccl_connection import PEER_POLL_SECONDS, STUCK_TIMEOUT_SECONDS, NcclConnection
 from synkhronos.ranks import Cancelled, PendingOperation, Rank
@@ -46,6 +55,8 @@ from synkhronos.ranks.interrupts import defer_signals
 _IDLE_POLL_SECONDS = 0.2
 #: Seconds after a failure within which a pending collective has to complete.
 ABORT_TIMEOUT_SECONDS = 40
+#: Seconds between a failure and an abort on several hosts, in which the others notice the failure.
+_HOSTS_NOTICE_SECONDS = 0.5
 #: Seconds between two queries of the stream.
 GPU_POLL_SECONDS = 0.0002
 
@@ -66,8 +77,13 @@ class CollectiveWatchdog(PendingOperation):
         self._thread: threading.Thread | None = None
         self._query_thread: threading.Thread | None = None
         self._stop = threading.Event()
-        #: Mark that the GPU writes before the pending collectives.
-        self._mark = int(gpu.host_mark[0])
+        #: Number of the last epoch, counted since the ranks have connected.
+        self._epoch = 0
+        #: Flags of the epochs, used in turn: a stream has a capacity of fewer epochs.
+        self._valid_flags = np.frombuffer(rank.control.valid_flags, np.int32)
+        self._flags_address = self._valid_flags.ctypes.data
+        self._flags_lock = threading.Lock()
+        gpu.pin_pages(self._flags_address, self._valid_flags.nbytes)
         #: Last command in which this rank completed a blocking collective that others may not have started.
         self._completed_command_number = 0
         self.mark_idle()
@@ -86,17 +102,39 @@ class CollectiveWatchdog(PendingOperation):
             (connection or self.active_connection).abort()
 
     def abort_pending(self) -> None:
-        """Abort the pending collectives, once the safe ones before them are complete.
+        """Abort the pending collectives, once the safe ones before them are complete."""
+        self._abort_pending(self._pending_command_number)
+
+    def _abort_pending(self, command_number: int) -> None:
+        """Abort the collectives of a command as `abort_pending`.
 
         While this thread waits, the other one may abort them, and start those of the next command.
         """
-        command_number = self._pending_command_number
         with defer_signals():
-            deadline = perf_counter() + ABORT_TIMEOUT_SECONDS
-            while self._gpu.host_mark[0] != self._mark and not self._rank.has_peer_died() and perf_counter() < deadline:
+            self._invalidate_pending(command_number)
+            self._wait_for_other_hosts()
+            mark, deadline = self._gpu.host_mark, perf_counter() + ABORT_TIMEOUT_SECONDS
+            while mark[0] != self._epoch and not self._rank.has_peer_died() and perf_counter() < deadline:
                 time.sleep(GPU_POLL_SECONDS)
             if self._pending_command_number == command_number:
                 self.abort()
+
+    def _invalidate_pending(self, command_number: int) -> None:
+        """Invalidate the pending collectives on all ranks of this host, if they are those of a command."""
+        with self._flags_lock:
+            if self._pending_command_number == command_number:
+                self._valid_flags[self._epoch % len(self._valid_flags)] = 0
+
+    def _wait_for_other_hosts(self) -> None:
+        """Wait until the ranks of other hosts have invalidated their collectives, too."""
+        if self._rank.spans_hosts:
+            time.sleep(_HOSTS_NOTICE_SECONDS)
+
+    def restart_epochs(self) -> None:
+        """Count epochs from 0 again, once no rank has pending collectives."""
+        with self._flags_lock:
+            self._epoch = self._gpu.host_mark[0] = 0
+            self._valid_flags[:] = 1
 
     # -- calls from a command --------------------------------------------------------------------------------
 
@@ -105,16 +143,27 @@ class CollectiveWatchdog(PendingOperation):
 
         ``is_idle`` means that the stream is known to be idle.
         """
-        has_earlier_work = self._pending_command_number not in (0, self._rank.command_number)
-        if (has_earlier_work or math.inf > self._started_barrier_number > 0) and not is_idle:
-            self._mark = (self._mark + 1) % (1 << 31)
-            self._gpu.write_mark(self._stream, self._mark)
+        is_new_epoch = self._pending_command_number != self._rank.command_number or math.isfinite(
+            self._started_barrier_number
+        )
+        if is_new_epoch and connection is self.connections[0]:  # operations of a group start on an idle stream
+            self._epoch = (self._epoch + 1) % (1 << 31)
+            if self._pending_command_number and not is_idle:
+                self._gpu.write_mark(self._stream, self._epoch)
+            else:
+                self._gpu.host_mark[0] = self._epoch
         self.active_connection = connection
         self._pending_command_number = self._rank.command_number
         self._started_barrier_number = math.inf
+        if self._rank.spans_hosts:  # the flag of another host's rank is not set to 0 before this one is pending
+            self._rank.barriers.check_cancelled()
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch_peers, daemon=True)
             self._thread.start()
+
+    def get_valid_flag_address(self) -> int:
+        """Return the host address of the pending epoch's flag."""
+        return self._flags_address + 4 * (self._epoch % len(self._valid_flags))
 
     def mark_completed(self, connection: NcclConnection) -> None:
         """Record that this rank's collectives have completed.
@@ -175,11 +224,16 @@ class CollectiveWatchdog(PendingOperation):
             connection.abort()
 
     def _abort_unless_started_by_all(self, command_number: int) -> None:
-        if self._pending_command_number == command_number:
-            # The last common barrier is read first, then the barrier at which this rank's collectives were started.
-            barrier_number = self._rank.barriers.read_last_common_barrier(command_number)
-            if barrier_number is not None and barrier_number < self._started_barrier_number:
-                self.abort_pending()
+        if not self._are_started_by_all(command_number):
+            self._abort_pending(command_number)
+
+    def _are_started_by_all(self, command_number: int) -> bool:
+        """Whether all ranks have started a failed command's collectives.  True, too, while this is not decided."""
+        if self._pending_command_number != command_number:
+            return True
+        # The last common barrier is read first, then the barrier at which this rank's collectives were started.
+        barrier_number = self._rank.barriers.read_last_common_barrier(command_number)
+        return barrier_number is None or barrier_number >= self._started_barrier_number
 
     def is_stream_idle(self) -> bool:
         """Whether all work on the stream is done."""
@@ -204,9 +258,14 @@ class CollectiveWatchdog(PendingOperation):
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(1.0)
+        self._valid_flags[:] = 0
         self.abort()  # the active connection before the others
         for connection in self.connections:
             connection.abort()
+        deadline = perf_counter() + STUCK_TIMEOUT_SECONDS
+        while not self.is_stream_idle() and perf_counter() < deadline:  # it reads the flags
+            time.sleep(GPU_POLL_SECONDS)
+        self._gpu.unpin_pages(self._flags_address)
 
     # -- thread ----------------------------------------------------------------------------------------------
 
@@ -221,11 +280,15 @@ class CollectiveWatchdog(PendingOperation):
             if not (has_peer_died or has_failed):
                 failed_command = 0
                 continue
+            if not has_peer_died and not self._are_started_by_all(command_number):
+                self._invalidate_pending(command_number)  # even if this rank still compiles the launch
             if self._query_idle():
                 failed_command, pause = 0, _IDLE_POLL_SECONDS
                 continue
             if has_peer_died:
                 self.has_lost_peer = True
+                self._valid_flags[:] = 0
+                self._wait_for_other_hosts()
                 self.abort()
                 # `PeerWatch` may have ignored the peer's own SIGURG while no collective was pending.
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
@@ -235,6 +298,7 @@ class CollectiveWatchdog(PendingOperation):
             if failed_command != command_number:
                 failed_command, failed_since = command_number, perf_counter()
             elif perf_counter() > failed_since + ABORT_TIMEOUT_SECONDS:
+                self._valid_flags[:] = 0
                 self.abort()
 
     def _query_idle(self) -> bool:

@@ -84,7 +84,7 @@ class FfiCollectives:
 
     ``trace_start``, ``trace_finish`` and ``trace_all_reduce`` insert its calls into the program, while JAX traces it.
     With the ``nccl_call_mode`` "python" XLA calls NCCL through a `LaunchCollectives`, with "native" through handlers in
-    C++, with "graph" through handlers in C++ that XLA may record in a CUDA graph.
+    C++.
     An error ends the launch if ``aborts_on_error``.  Otherwise, and always with handlers in C++, the launch continues.
     The undefined reductions of the launch are then marked as invalid, so that the program can return old values of
     donated arrays.
@@ -116,7 +116,7 @@ class FfiCollectives:
     ) -> Iterator[None]:
         """Use a `LaunchCollectives` for the launches in the ``with`` block, and raise its error at the end.
 
-        This is for the mode "python"; other modes need `use_communicator`.
+        This is for the mode "python"; "native" needs `use_communicator`.
         RuntimeError is raised if the launch has made another number of collectives than ``n_collectives``, where the
         chunks of an array count as one; None stands for any number.  Signals must be deferred meanwhile
         (`ranks.interrupts.defer_signals`): a signal handler could raise at the first instruction of a callback, where
@@ -146,10 +146,10 @@ class FfiCollectives:
         another number of items, ValueError is raised.  RuntimeError is raised if NCCL has failed, the connection was
         aborted, or the launch has made another number of collectives than ``n_collectives``.
         """
-        handlers, may_be_recorded = nccl_handlers.load_handlers(), self.nccl_call_mode == "graph"
+        handlers = nccl_handlers.load_handlers()
         self._launch_shape = shape
         try:
-            state = communicator.begin_native_calls(may_be_recorded)
+            state = communicator.begin_native_calls()
             try:
                 handlers.synkhronos_set_launch_state(state)
                 yield state
@@ -157,8 +157,8 @@ class FfiCollectives:
                 communicator.end_native_calls()
         finally:
             self._launch_shape = ()
-        communicator.check_native_calls(may_be_recorded)
-        if not may_be_recorded and state.n_finished != n_collectives:
+        communicator.check_native_calls()
+        if state.n_finished != n_collectives:
             raise RuntimeError(f"the launch made {state.n_finished} collectives, expected {n_collectives}")
 
     def _raise_stored_error(self) -> None:
@@ -206,7 +206,7 @@ class FfiCollectives:
         Arrays whose collectives were started with a shape are operands so that XLA does not reuse their memory.
 
         Return the started arrays, then ``arrays``, both reduced (or gathered), and an int32.  The int32 is 0 if the
-        connection was aborted, and the arrays are undefined.
+        collective was aborted, and the arrays are undefined.
         """
         import jax
 
@@ -219,9 +219,7 @@ class FfiCollectives:
             if n_items != math.prod(self._launch_shape):
                 n_expected = math.prod(self._launch_shape)
                 raise ValueError(f"collective: expected {n_expected} items, as before the launch, got {n_items}")
-            # A CUDA graph can't wait for the side stream, on which chunks are reduced outside of the graph.
-            is_recordable = self.nccl_call_mode == "graph" and not started
-            target = nccl_handlers.RECORDABLE_FINISH_TARGET if is_recordable else nccl_handlers.FINISH_TARGET
+            target = nccl_handlers.FINISH_TARGET
             attributes = {"op": np.int64(NCCL_OPS[self.op]), "n_started": np.int64(len(started))}
         results = [
             *map(_to_shape_struct, started),

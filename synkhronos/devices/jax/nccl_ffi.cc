@@ -4,10 +4,11 @@
 // links to neither CUDA nor NCCL: the process has loaded both already, and passes the addresses of their functions in
 // `LaunchState`.
 //
-// XLA calls a handler in the launching thread.  It enqueues NCCL's work on the stream without waiting.  The handler
-// with the trait kCmdBufferCompatible may also be called while XLA records the stream as a CUDA graph; replays of the
-// graph do not call it.  An error therefore does not end the launch: the flag `is_valid` of the result stays 0, so that
-// the program returns the old values of its donated arrays, and Python reads the error from `LaunchState`.
+// XLA calls a handler in the launching thread.  It enqueues NCCL's work on the stream without waiting.  An error does
+// not end the launch: the flag `is_valid` of the result stays 0, so that the program returns the old values of its
+// donated arrays, and Python reads the error from `LaunchState`.
+//
+// XLA must not record the calls in a CUDA graph: a replay would read the flag of the epoch that was recorded.
 
 #include <cstdint>
 #include <optional>
@@ -24,7 +25,7 @@ using Stream = void*;
 struct LaunchState {
   // Set by the connection.  An abort, on another thread, sets comm_handle to 0 first.
   int64_t comm_handle;         // ncclComm_t; 0: not connected
-  int64_t valid_flag_address;  // host address of an int32: 1 while the connection is valid
+  int64_t valid_flag_address;  // host address of an int32: 1 unless a rank aborts the collectives of this launch
   int64_t side_stream;         // CUstream of reductions that overlap the stream of XLA
   int64_t event;               // CUevent by which one stream waits for the other
   // Addresses of functions.
@@ -170,7 +171,7 @@ ffi::Error Finish(Stream stream, ffi::RemainingArgs args, ffi::RemainingRets ret
   state->n_finished++;
   Join(stream);
   Reduce(args, rets, n_started, n_arrays, static_cast<int>(op), stream);
-  // The flag is read when the GPU gets here: an abort sets it to 0 before it lets the GPU continue.
+  // The flag is read when the GPU gets here: a rank sets it to 0, for all ranks, before it aborts the collectives.
   uint64_t flag = reinterpret_cast<uint64_t>((**rets.get<ffi::AnyBuffer>(n_arrays)).untyped_data());
   Call(kCuda, state->copy_address, flag, static_cast<uint64_t>(state->valid_flag_address), size_t{4}, stream);
   if (state->failure_kind)
@@ -187,8 +188,6 @@ auto Binding() {
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(synkhronos_native_start, Start, Binding());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(synkhronos_native_finish, Finish, Binding());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(synkhronos_recordable_finish, Finish, Binding(),
-                              {ffi::Traits::kCmdBufferCompatible});
 
 // Pass the state of the launches that follow.
 extern "C" void synkhronos_set_launch_state(LaunchState* next) { state = next; }

@@ -27,18 +27,16 @@ _SOURCE = Path(__file__).with_name("nccl_ffi.cc")
 _OPTIONS = ("-std=c++17", "-O2", "-DNDEBUG", "-shared", "-fPIC")
 #: Names under which the handlers are registered with XLA.
 START_TARGET, FINISH_TARGET = "synkhronos_native_start", "synkhronos_native_finish"
-#: Name of a `FINISH_TARGET` that XLA may record in a CUDA graph.
-RECORDABLE_FINISH_TARGET = "synkhronos_recordable_finish"
 
 #: The way in which XLA calls NCCL within a launch; see `FfiCollectives`.
-NcclCallMode = Literal["python", "native", "graph"]
+NcclCallMode = Literal["python", "native"]
 
 
 def read_nccl_call_mode() -> NcclCallMode:
     """Return the value of ``SYNKHRONOS_NCCL_CALLS``, by default "native".  Raise ValueError for an unknown mode."""
     mode = os.environ.get("SYNKHRONOS_NCCL_CALLS") or "native"
     if mode not in get_args(NcclCallMode):
-        raise ValueError(f"SYNKHRONOS_NCCL_CALLS: expected one of python, native, graph, got {mode!r}")
+        raise ValueError(f"SYNKHRONOS_NCCL_CALLS: expected python or native, got {mode!r}")
     return cast(NcclCallMode, mode)
 
 
@@ -47,7 +45,7 @@ def load_handlers() -> Any:
     """Register the library of handlers with XLA, and return it.  If it can't be used, log why, and return None."""
     try:
         library = ctypes.CDLL(str(get_or_compile_handlers()))
-        for name in (START_TARGET, FINISH_TARGET, RECORDABLE_FINISH_TARGET):
+        for name in (START_TARGET, FINISH_TARGET):
             register_target(name, getattr(library, name))
         library.synkhronos_set_launch_state.argtypes = [ctypes.POINTER(LaunchState)]
         library.synkhronos_set_launch_state.restype = None

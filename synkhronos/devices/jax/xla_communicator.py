@@ -38,24 +38,17 @@ class XlaCommunicator(NcclCommunicator):
     #: Whether the side stream has work for which XLA's stream does not wait yet.
     _has_side_work = False
 
-    @property
-    def communicator_number(self) -> int:
-        """Number of the current connection's NCCL communicator, unique in this process."""
-        return self._connection.communicator_number
-
-    def begin_native_calls(self, may_be_recorded: bool) -> LaunchState:
+    def begin_native_calls(self) -> LaunchState:
         """Let the handlers of the next launch call NCCL without Python, until `end_native_calls`.
 
-        Return the state for them.  With ``may_be_recorded``, XLA may record the launch as a CUDA graph.
+        Return the state for them.
         """
-        connection = self._connection
-        state = connection.launch_state
+        state = self._connection.launch_state
         if not state.all_reduce_address:  # at the first launch
             for name, address in find_function_addresses().items():
                 setattr(state, name, address)
             state.side_stream, state.event = self._gpu.side_stream, int(self._gpu.event)
         self._mark_started()
-        connection.may_be_recorded = connection.may_be_recorded or may_be_recorded
         self._nccl_lock.acquire()
         state.reset()
         return state
@@ -65,11 +58,11 @@ class XlaCommunicator(NcclCommunicator):
         self._connection.launch_state.is_active = 0
         self._nccl_lock.release()
 
-    def check_native_calls(self, may_be_recorded: bool) -> None:
+    def check_native_calls(self) -> None:
         """Raise RuntimeError if NCCL or CUDA has failed in the last launch, or the connection was aborted."""
         state = self._connection.launch_state
-        if state.failure_kind or may_be_recorded:
-            self._connection.check_connected()  # a recorded launch can't detect an abort
+        if state.failure_kind:
+            self._connection.check_connected()
         state.raise_if_failed()
 
     def enqueue_on_side_stream(
@@ -94,8 +87,8 @@ class XlaCommunicator(NcclCommunicator):
     ) -> None:
         """Enqueue collectives on XLA's stream, and make it wait for those on the side stream.
 
-        The int32 at ``valid_flag_address`` on the GPU becomes 1, or 0 if the connection was aborted, so that all
-        targets are undefined.  The other parameters are as in `enqueue_on_side_stream`.
+        The int32 at ``valid_flag_address`` on the GPU becomes 1, or 0 if a rank has aborted the collectives, so that
+        all targets are undefined.  The other parameters are as in `enqueue_on_side_stream`.
         """
         self.join_side_stream(xla_stream)
         self._enqueue_collectives(spans, op, xla_stream, collective)
@@ -134,3 +127,4 @@ class XlaCommunicator(NcclCommunicator):
         if watchdog.writes_in_place and not watchdog.has_lost_peer and watchdog.is_stream_idle():
             watchdog.writes_in_place = False
         watchdog.mark_started(self._connection)
+        self._connection.launch_state.valid_flag_address = watchdog.get_valid_flag_address()

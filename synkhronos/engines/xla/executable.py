@@ -115,11 +115,10 @@ class Executable(Runner):
         self._is_compiled = False
         #: JAX's types of the storages' values, each an object with a shape and a dtype, at the last launch.
         self._array_types: list[Any] = []
-        self._make_program = self._get_program_factory(spec)
-        self._program, self._communicator_number = self._make_program(), 0
+        self._program = self._make_program(spec)
 
-    def _get_program_factory(self, spec: ExchangeSpec | None) -> Callable[[], Callable[..., Any]]:
-        """Return a function that makes the program: a jitted function of the arguments of `_get_arguments`."""
+    def _make_program(self, spec: ExchangeSpec | None) -> Callable[..., Any]:
+        """Return the program: a jitted function of the arguments of `_get_arguments`."""
         import jax
 
         donated_ids = {id(storage) for storage in self._donated_storages}
@@ -152,8 +151,8 @@ class Executable(Runner):
         # keep_unused: old values that no computation reads donate their memory, too.  Addresses then stay the same, and
         # XLA can replay recorded launches.
         options |= {"donate_argnums": tuple(donated), "keep_unused": True}
-        # A new function object each time: for the same object, JAX would return the program that it has compiled.
-        return lambda: jax.jit(partial(compute), **options)
+        program: Callable[..., Any] = jax.jit(compute, **options)
+        return program
 
     @property
     def _is_update_with_products(self) -> bool:
@@ -194,14 +193,6 @@ class Executable(Runner):
         self._signatures.add(signature)
         self._is_compiled = False
         return True
-
-    def drop_outdated_recordings(self, communicator_number: int) -> None:
-        """Drop the CUDA graphs that XLA has recorded with another NCCL communicator, if there is one."""
-        if communicator_number != self._communicator_number:
-            if self._communicator_number:
-                self._program = self._make_program()
-                self._signatures.clear()
-            self._communicator_number = communicator_number
 
     def __call__(self, *inputs: Any) -> list[Any]:
         """Launch the program.  Return its outputs, which may not be computed yet."""

@@ -53,14 +53,11 @@ class FusedRunner(Runner):
 
     def _launch_native(self, inputs: Sequence[Any], communicator: XlaCommunicator, shape: tuple[int, ...]) -> list[Any]:
         """Launch the program, whose collectives call NCCL through handlers in C++."""
-        if self._ffi_collectives.nccl_call_mode == "graph":
-            self._executable.drop_outdated_recordings(communicator.communicator_number)
         with self._ffi_collectives.use_communicator(communicator, shape, self.n_repeats) as state:
             try:
                 return self._executable(*inputs)
             finally:
-                # An earlier step may be valid even if a later one fails.  A replayed CUDA graph counts no steps.
-                if self.n_repeats > 1 and (state.n_finished or self._ffi_collectives.nccl_call_mode == "graph"):
+                if self.n_repeats > 1 and state.n_finished:  # an earlier step may be valid even if a later one fails
                     self._rank.record_effect()
 
 
