@@ -15,6 +15,7 @@ import math
 from collections import deque
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from library import DEVICE
 
@@ -59,6 +60,7 @@ class Memory:
 
     wake_local_ranks = wake_local_ranks_after_fence = wake_all_ranks = lambda self, reason=0: None
     decision_lock = SimpleNamespace(acquire=lambda seconds: True, release=lambda: None)
+    valid_flags = np.ones(4, np.int32)
 
     def wait(self, me, ready, reason, watch, poll):
         if not ready():
@@ -83,11 +85,9 @@ class Connection:
 
 def make_watchdog(rank):
     """Return a watchdog without a thread, of a GPU that has completed all earlier collectives."""
-    watchdog = object.__new__(CollectiveWatchdog)
-    watchdog._rank, watchdog.active_connection = rank, Connection()
-    watchdog.connections, watchdog._completed_command_number = [watchdog.active_connection], 0
-    watchdog._gpu, watchdog._mark = SimpleNamespace(host_mark=[0]), 0
-    watchdog.mark_idle()
+    gpu = SimpleNamespace(host_mark=[0], pin_pages=lambda address, nbytes: None)
+    watchdog = CollectiveWatchdog(rank, gpu, Connection(), stream=7)
+    watchdog._wait_for_other_hosts = lambda: None
     return watchdog
 
 
