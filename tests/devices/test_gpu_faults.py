@@ -23,7 +23,7 @@ from gpu_commands import (
     needs_real_gpus,
 )
 from library import GPU_DEVICE, shared
-from system import time_limit
+from system import time_limit, wait_until
 
 import synkhronos as synk
 from synkhronos import ranks
@@ -191,7 +191,8 @@ def prepare_repeated_all_reduce(fork):
     w, values = make_filled_variable("float32")
     for _ in range(2):
         synk.all_reduce(w, "sum")
-    np.asarray(w.get_value())  # waits for the GPU: a death makes values invalid that are not complete
+    # A death makes values invalid that the GPU has not completed.
+    wait_until(lambda: not ranks.get_session().rank.pending_operations.has_writes_at_risk())
     return w, sum(values) * N_RANKS, prepare_command(ranks.get_session(), w, AllReduce, ("sum", True))
 
 
