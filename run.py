@@ -419,6 +419,17 @@ NEWER = list_test_files(
     *("commands", "processes", "signals", "threads", "unpicklable", "replacement", "inherited_settings"),
     *("data", "copies", "graphs", "rank_programs", "seed_example", "checkpoint_folder", "trainer_resume"),
 )
+#: Tests that `test --all` runs on JAX arrays with a newer Python, for which pip takes a newer PyTensor and JAX:
+#: conversion of graphs, and uses of parts of JAX that are not public.
+NEWER_ON_JAX = [
+    *list_test_files("lowering", "vector_parts"),
+    "tests/engines/test_fused_launch.py::test_fuse_runs_function_all_reduce_function_in_one_launch",
+    "tests/engines/test_fused_launch.py::test_sharded_step_is_one_launch",
+    "tests/engines/test_fused_launch.py::test_chunk_all_reduce_starts_during_the_backward_pass",
+    "tests/engines/test_spmd_program.py::test_spmd_program_all_reduces_in_a_loop[2]",
+    "tests/engines/test_spmd_program.py::test_spmd_program_takes_jax_settings_of_the_master",
+    "tests/engines/test_spmd_program.py::test_rank_program_compiles_without_autotuning",
+]
 #: Tests that start programs of their own and wait for them; a job of their own.
 PROGRAM_TESTS = list_test_files("demos", "docs")
 #: Tests that import `synkhronos.compat`, in processes of their own: ``import theano`` finds another module there, which
@@ -549,7 +560,7 @@ def test(options: argparse.Namespace, extra_arguments: list[str]) -> int:
         left_out.append(f"theano: left out, Theano 1.0.5 needs Python 3.11 and this is {get_python_name()}")
     if options.env is None and options.all:
         if newer := find_newer_environment():
-            extras[newer] = ["training", "test"]
+            extras[newer] = ["jax", "training", "test"]
             environments.append(newer)
         else:
             left_out.append(f"newer Python: left out, there is none of 3.{NEWER_PYTHONS[-1]} to 3.{NEWER_PYTHONS[0]}")
@@ -611,6 +622,8 @@ def list_jobs(
             jobs.append(Job(environment, "", {PYMC: WITH_PYMC, BAMBI: WITH_BAMBI}.get(environment, NEWER)))
             if environment is PYMC:  # BlackJAX has installed optax
                 jobs.append(Job(environment, "optax", [OPTAX_TESTS]))
+            elif environment is not BAMBI:
+                jobs.append(Job(environment, "jax", NEWER_ON_JAX, "jax"))
             continue
         is_second = environment is THEANO and PYTENSOR in environments
         jobs += (list_second_library_jobs if is_second else list_library_jobs)(environment, options.all)

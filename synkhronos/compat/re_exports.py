@@ -13,7 +13,10 @@ RE_EXPORTS: dict[str, list[str]] = {
     ],
     "theano.compile.sharedvalue": ["from pytensor.compile.sharedvalue import *"],
     "theano.configparser": ["from theano import change_flags, config"],
-    "theano.ifelse": ["from pytensor.ifelse import IfElse, ifelse"],
+    "theano.ifelse": [
+        "try: from pytensor.conditional.op import IfElse, ifelse",
+        "except ImportError: from pytensor.ifelse import IfElse, ifelse",  # older than PyTensor 3.3
+    ],
     "theano.misc": [],
     "theano.printing": ["from pytensor.printing import *"],
     "theano.sandbox": [],

@@ -260,9 +260,10 @@ class Computation(SharedsOwner):
         pairs = list(zip(targets, expressions, strict=True))
         if variant.returns_updates:
             # Random generators advance from slice to slice.  Other variables keep their values until the last slice.
-            outputs = outputs + [expression for shared, expression in pairs if not library.is_generator(shared)]
+            accumulated = [(shared, expression) for shared, expression in pairs if not library.is_generator(shared)]
+            outputs = outputs + [expression for _, expression in accumulated]
             pairs = [(shared, expression) for shared, expression in pairs if library.is_generator(shared)]
-            if any(not library.is_generator(shared) for shared, _ in self.default_updates):
+            if any(getattr(shared, "default_update", None) is not None for shared, _ in accumulated):
                 kwargs["no_default_updates"] = True
         return library.function(inputs, outputs, updates=pairs, givens=givens, **kwargs)
 

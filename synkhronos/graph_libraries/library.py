@@ -216,7 +216,11 @@ class GraphLibrary(ABC):
 
     def function(self, inputs: Sequence[Any], outputs: Any = None, **kwargs: Any) -> Callable[..., Any]:
         """Compile a function with the library's ``function``."""
-        return self.package_function(inputs, outputs, **kwargs)
+        if "no_default_updates" not in kwargs:
+            return self.package_function(inputs, outputs, **kwargs)
+        with warnings.catch_warnings():  # of PyTensor
+            warnings.filterwarnings("ignore", "The no_default_updates parameter", DeprecationWarning)
+            return self.package_function(inputs, outputs, **kwargs)
 
     @contextlib.contextmanager
     def use_default_updates(self, updates: Sequence[tuple[SharedVariable, Variable]]) -> Iterator[None]:

@@ -31,7 +31,11 @@ class StaticLengthLinker(JAXLinker):
     """
 
     # XLA fuses as well.  PyTensor would fuse a length with data that are divided by it; then it can't be extracted.
-    incompatible_rewrites = (*JAXLinker.incompatible_rewrites, "fusion", DECOMPOSE_ATTENTION)
+    # Nor can a length within a branch, for which PyTensor 3.3 makes an inner graph: both branches are computed.
+    incompatible_rewrites = (
+        *JAXLinker.incompatible_rewrites,
+        *("fusion", "introduce_lazy_ifelse", DECOMPOSE_ATTENTION),
+    )
 
     def fgraph_convert(self, fgraph: FunctionGraph, input_storage: Any, storage_map: Any, **kwargs: Any) -> Any:
         """Convert the graph, or its `StaticLengthGraph` if it has one, to a JAX function."""

@@ -21,7 +21,6 @@ from typing import Any, NoReturn
 import numpy as np
 from pytensor.graph.basic import Apply, Constant
 from pytensor.graph.fg import FunctionGraph
-from pytensor.ifelse import IfElse
 from pytensor.printing import debugprint
 from pytensor.raise_op import CheckAndRaise
 from pytensor.scalar.basic import AND, OR, Add, Mul, ScalarMaximum, ScalarMinimum, ScalarOp
@@ -56,6 +55,11 @@ from synkhronos.lowering.lengths import (
 )
 from synkhronos.lowering.polynomial import Polynomial, find_constant_extent, to_polynomial
 from synkhronos.variable_types import Array, Node, Op, Variable
+
+try:
+    from pytensor.conditional.op import IfElse
+except ImportError:  # older than PyTensor 3.3
+    from pytensor.ifelse import IfElse
 
 #: Maximal number of elements of a shape; larger arrays are data.
 _MAX_SHAPE_SIZE = 64

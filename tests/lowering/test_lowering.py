@@ -101,12 +101,12 @@ def test_loops_keep_the_dtype_of_their_state(fork):
 
 
 def test_branches_keep_the_dtype_of_the_graph(fork):
-    from pytensor.ifelse import ifelse
+    from synkhronos.lowering.shapes import IfElse
 
     # XLA needs one dtype in both branches.
     fork(1)
     x, flag = T.fmatrix("x"), T.iscalar("flag")
-    chosen = ifelse(flag, x[0], x.sum(axis=0))
+    chosen = IfElse(n_outs=1)(flag, x[0], x.sum(axis=0))
     rows = np.linspace(-1, 1, 6, dtype="float32").reshape(3, 2)
     plain = package.function([x, flag], chosen, mode=with_static_length_linker("JAX"))
     for f in (plain, synk.function([], (chosen, None), bcast_inputs=[x, flag])):
@@ -147,6 +147,17 @@ def test_symbolic_index_selects_scattered_rows(table, two_ranks_per_test):
     f = synk.function([y], (y + x[i : i + 3, 0].sum(), "gather"), [i])
     for index in (4, 24):
         np.testing.assert_allclose(f(np.arange(5.0), index), np.arange(5.0) + table[index : index + 3, 0].sum())
+
+
+def test_branch_may_select_rows_by_an_index(table, two_ranks_per_test):
+    from synkhronos.lowering.shapes import IfElse
+
+    # PyTensor 3.3 would make an inner graph of each branch, which XLA would trace with an unknown index.
+    x, i, flag = shared(table, "x"), T.lscalar("i"), T.lscalar("flag")
+    chosen = IfElse(n_outs=1)(flag, T.exp(x[:i]).sum(axis=0), x.max(axis=0))
+    f = synk.function([], (chosen, None), [i, flag])
+    np.testing.assert_allclose(f(10, 1), np.exp(table[:10]).sum(axis=0))
+    np.testing.assert_array_equal(f(10, 0), table.max(axis=0))
 
 
 def test_index_values_are_kept_for_the_launch(table, two_ranks_per_test):

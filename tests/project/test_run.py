@@ -167,8 +167,9 @@ def test_run_py_finds_the_newest_python_that_runs(run_py, tmp_path, monkeypatch)
     newest = make_interpreter(tmp_path / ".pyenv" / "versions" / "3.98.1" / "bin" / "python", "echo 3.98.1")
     environment = run_py.find_newer_environment()
     assert environment == run_py.Environment("pytensor-3.98", newest)
-    (job,) = run_py.list_jobs([environment], make_options(all=True), [])
-    assert (job.name, job.arguments) == ("pytensor-3.98", run_py.NEWER)
+    jobs = run_py.list_jobs([environment], make_options(all=True), [])
+    assert [(job.name, job.device) for job in jobs] == [("pytensor-3.98", "host"), ("pytensor-3.98, jax", "jax")]
+    assert [job.arguments for job in jobs] == [run_py.NEWER, run_py.NEWER_ON_JAX]
 
 
 @pytest.mark.parametrize("is_all", [False, True])
@@ -177,7 +178,7 @@ def test_run_py_jobs_have_unique_names_and_existing_files(run_py, is_all):
     names = [job.name for job in jobs]
     assert len(set(names)) == len(names)
     assert not is_all or set(run_py.LONGEST_JOBS) <= set(names)
-    words = [*run_py.NEWER, *(word for job in jobs for word in job.arguments)]
+    words = [*run_py.NEWER, *run_py.NEWER_ON_JAX, *(word for job in jobs for word in job.arguments)]
     paths = {word.removeprefix("--ignore=").split("::")[0] for word in words}
     missing = [path for path in paths if path.startswith("tests/") and not (ROOT / path).exists()]
     assert any(path.startswith("tests/") for path in paths) and missing == []
