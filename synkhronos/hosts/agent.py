@@ -37,7 +37,7 @@ import numpy as np
 from synkhronos.hosts.frame_transport import FrameTransport
 from synkhronos.hosts.host_list import compute_ranks_by_host, describe_host
 from synkhronos.hosts.messenger import CHUNK_NBYTES, MAX_UNSENT_MESSAGES, MessageType, Messenger
-from synkhronos.hosts.mpirun import kill_process_tree, list_process_tree
+from synkhronos.hosts.mpirun import kill_processes, list_descendants
 from synkhronos.hosts.page_table import PAGE_NBYTES, PageTable, find_pages, view_pages
 from synkhronos.hosts.program_agent import ProgramAgent
 from synkhronos.ranks.agreement import BarrierTally, record_last_common_barrier
@@ -447,10 +447,11 @@ class Agent:
     def _exit_alone(self) -> None:
         """Kill this host's workers and exit, without waiting for the other hosts."""
         self._workers.shut_down(0.0, lambda: True)
-        if self._is_master_host:  # an ssh would wait for an unreachable host, also after mpirun's exit
-            tree = list_process_tree(self._config["mpirun"])
-            tree.pop(os.getpid(), None)
-            kill_process_tree(tree)
+        if self._is_master_host:  # an ssh would wait for an unreachable host, and mpirun for its ssh
+            others = list_descendants(self._config["mpirun"])
+            for pid in os.getpid(), os.getppid():
+                others.pop(pid, None)
+            kill_processes(others)
         os.kill(os.getpid(), signal.SIGKILL)  # mpirun may ignore an exit code, but not a death by a signal
 
 

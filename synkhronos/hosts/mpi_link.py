@@ -90,8 +90,8 @@ class MpiLink(Link):
         self._output_threads: list[threading.Thread] = []
         self._channel: socket.socket | None = None
         self._mpirun: Any = None
-        #: Start times of ``mpirun`` and its descendants, by process ID.
-        self._mpirun_tree: dict[int, str] = {}
+        #: Start times of the descendants of ``mpirun``, by process ID.
+        self._mpirun_descendants: dict[int, str] = {}
         self._control: ControlMemory | None = None
         self._link_memory: LinkMemory | None = None
         self._uses_gpus = False
@@ -180,7 +180,7 @@ class MpiLink(Link):
             try:
                 channel, _ = listener.accept()
             except TimeoutError:
-                self._mpirun_tree |= mpirun.list_process_tree(self._mpirun.pid)
+                self._mpirun_descendants |= mpirun.list_descendants(self._mpirun.pid)
                 if self._mpirun.poll() is not None:
                     raise RuntimeError(
                         f"the hosts {', '.join(self.host_names)} could not be reached: {self._read_mpirun_error()}"
@@ -201,7 +201,7 @@ class MpiLink(Link):
             raise RuntimeError(f"the agent of this host ended at once: {self._read_mpirun_error()}")
         host_infos: list[dict[str, Any]] = json.loads(message)
         self._channel.settimeout(None)
-        self._mpirun_tree |= mpirun.list_process_tree(self._mpirun.pid)
+        self._mpirun_descendants |= mpirun.list_descendants(self._mpirun.pid)
         return host_infos
 
     def _read_mpirun_error(self) -> str:
@@ -367,12 +367,16 @@ class MpiLink(Link):
                 self._mpirun.wait(exit_seconds)
         output_seconds = _EXIT_SECONDS
         if self._mpirun.poll() is None:
-            self._mpirun_tree |= mpirun.list_process_tree(self._mpirun.pid)
+            self._mpirun_descendants |= mpirun.list_descendants(self._mpirun.pid)
             # Open MPI's ssh inherits the pipes that are read here, and may pass them on (ControlMaster).  The pipes
             # stay open while any process waits for an unreachable host, but already contain all output.
             output_seconds = _OUTPUT_SECONDS
-        # An ssh would wait for an unreachable host, also if MPICH's mpirun has exited without it.
-        mpirun.kill_process_tree(self._mpirun_tree)
+        # An ssh would wait for an unreachable host, also if MPICH's mpirun has exited without it.  Without its ssh,
+        # Open MPI's mpirun removes its temporary folder and exits.
+        mpirun.kill_processes(self._mpirun_descendants)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._mpirun.wait(_EXIT_SECONDS)
+        self._mpirun.kill()
         self._mpirun.wait()
         for reader in self._output_threads:
             reader.join(output_seconds)

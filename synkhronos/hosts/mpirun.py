@@ -106,21 +106,22 @@ def find_lost_hosts(output: str, aliases: Sequence[Sequence[str]]) -> list[int]:
     return [i for i in range(len(aliases)) if i not in survivors]
 
 
-def list_process_tree(pid: int) -> dict[int, str]:
-    """Return the start times of a process and of all its descendants, by process ID."""
-    tree: dict[int, str] = {}
+def list_descendants(pid: int) -> dict[int, str]:
+    """Return the start times of all descendants of a process, by process ID."""
+    descendants: dict[int, str] = {}
     with contextlib.suppress(OSError):  # it has exited
-        tree[pid] = _read_start_time(pid)
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            tree |= list_process_tree(int(child))
-    return tree
+        for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+            descendants |= list_descendants(child)
+            with contextlib.suppress(OSError):
+                descendants[child] = _read_start_time(child)
+    return descendants
 
 
-def kill_process_tree(tree: Mapping[int, str]) -> None:
-    """Kill the processes of a tree that have not exited, though their parents may have."""
-    for pid, start_time in tree.items():
+def kill_processes(start_times: Mapping[int, str]) -> None:
+    """Kill the processes with these IDs, unless they have exited and other processes have their IDs."""
+    for pid, start_time in start_times.items():
         with contextlib.suppress(OSError):
-            if _read_start_time(pid) == start_time:  # otherwise another process has its ID
+            if _read_start_time(pid) == start_time:
                 os.kill(pid, signal.SIGKILL)
 
 

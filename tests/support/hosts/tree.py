@@ -191,7 +191,7 @@ class SimulatedHosts:
         return list_marked_processes(str(self.folder).encode())
 
     def check_no_leaks(self, allowed_prefix: str = "-") -> None:
-        """Check that only the master runs, and MPI has left no names in /dev/shm.
+        """Check that only the master runs, and MPI has left no names in /dev/shm and in the first host's temporary folder.
 
         Names that begin with ``allowed_prefix`` are allowed, and removed.
         """
@@ -207,9 +207,12 @@ class SimulatedHosts:
         for pid, (_, line) in self.list_processes().items():
             if pid not in (self.pid, *self.before):
                 yield pid, line
-        shared_memory = self._shared_memory(self.hosts[0]) if are_simulated() else Path("/dev/shm")
-        names = (path.name for path in shared_memory.iterdir())
-        yield from (name for name in names if re.match("mpich|ucx", name) and not name.startswith(allowed_prefix))
+        folders = [Path("/dev/shm")]
+        if are_simulated():
+            root = Path(f"/proc/{self._first[self.hosts[0]]}/root")
+            folders = [root / "dev/shm", root / f"{simulated.STATE[1:]}/{self.hosts[0]}.tmp"]
+        names = (path.name for folder in folders for path in folder.iterdir())
+        yield from (name for name in names if re.match("mpich|ucx|ompi", name) and not name.startswith(allowed_prefix))
 
     def _shared_memory(self, host: str) -> Path:
         return Path(f"/proc/{self._first[host]}/root/dev/shm")
