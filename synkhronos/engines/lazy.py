@@ -238,6 +238,8 @@ class Result(_Mixin):
             kwargs["out"] = tuple(
                 value._get_writable() if isinstance(value, Result) else value for value in kwargs["out"]
             )
+        if isinstance(where := kwargs.get("where"), Result):
+            kwargs["where"] = where._read()
         return getattr(ufunc, method)(*values, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

@@ -14,10 +14,10 @@ from pytensor.compile.sharedvalue import SharedVariable
 from pytensor.link.jax.linker import JAXLinker
 from pytensor.tensor.random.type import RandomType
 
-import synkhronos.lowering.sum_rewrites  # noqa: F401 - registers rewrites
 from synkhronos.lowering.lengths import extract_lengths
 from synkhronos.lowering.random_keys import JAX_KEY, get_key_storage, share_key_storage
 from synkhronos.lowering.shapes import register_shape_lowerings
+from synkhronos.lowering.sum_rewrites import SUM_REWRITES
 from synkhronos.variable_types import FunctionGraph
 
 #: Name of the rewrite that decomposes the Ops of attention, for all modes but JAX mode.
@@ -30,6 +30,7 @@ class StaticLengthLinker(JAXLinker):
     They have an attribute ``length_graph``: a `StaticLengthGraph`, or None.
     """
 
+    required_rewrites = (*JAXLinker.required_rewrites, SUM_REWRITES)
     # XLA fuses as well.  PyTensor would fuse a length with data that are divided by it; then it can't be extracted.
     # Nor can a length within a branch, for which PyTensor 3.3 makes an inner graph: both branches are computed.
     incompatible_rewrites = (

@@ -45,8 +45,8 @@ def find_constant_extent(index: slice, polynomials: Mapping[Any, Polynomial]) ->
 def to_polynomial(variable: Variable, polynomials: Mapping[Any, Polynomial]) -> Polynomial:
     """Return an integer expression as a polynomial.
 
-    The polynomial of an array is that of each element.  A subexpression other than a sum, difference or product is an
-    unknown.
+    The polynomial of an array is that of each element, so an array with its axes in another order is another unknown.
+    A subexpression other than a sum, difference or product is an unknown.
     """
     if variable in polynomials:
         return Counter(polynomials[variable])
@@ -60,8 +60,10 @@ def to_polynomial(variable: Variable, polynomials: Mapping[Any, Polynomial]) -> 
     node = variable.owner
     op = getattr(node, "op", None)
     op = getattr(op, "scalar_op", op)
-    if isinstance(op, Add | Sub | Mul | Neg | Identity | TensorFromScalar | ScalarFromTensor | DimShuffle) or (
-        isinstance(op, Cast) and all("int" in v.type.dtype for v in node.inputs)
+    if (
+        isinstance(op, Add | Sub | Mul | Neg | Identity | TensorFromScalar | ScalarFromTensor)
+        or (isinstance(op, DimShuffle) and all(node.inputs[0].type.broadcastable))
+        or (isinstance(op, Cast) and all("int" in v.type.dtype for v in node.inputs))
     ):
         return _apply_op(op, [to_polynomial(source, polynomials) for source in node.inputs])
     if isinstance(op, Composite):

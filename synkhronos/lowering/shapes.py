@@ -23,7 +23,7 @@ from pytensor.graph.basic import Apply, Constant
 from pytensor.graph.fg import FunctionGraph
 from pytensor.printing import debugprint
 from pytensor.raise_op import CheckAndRaise
-from pytensor.scalar.basic import AND, OR, Add, Mul, ScalarMaximum, ScalarMinimum, ScalarOp
+from pytensor.scalar.basic import AND, OR, Add, Composite, Mul, ScalarMaximum, ScalarMinimum, ScalarOp, Switch, upcast
 from pytensor.scan.op import Scan
 from pytensor.tensor import subtensor
 from pytensor.tensor.basic import (
@@ -38,9 +38,10 @@ from pytensor.tensor.basic import (
     Split,
     TensorFromScalar,
 )
+from pytensor.tensor.blas import BatchedDot
 from pytensor.tensor.elemwise import CAReduce, DimShuffle, Elemwise
 from pytensor.tensor.extra_ops import Bartlett, Repeat, Unique
-from pytensor.tensor.math import ProdWithoutZeros
+from pytensor.tensor.math import Dot, ProdWithoutZeros
 from pytensor.tensor.random.op import RandomVariable
 from pytensor.tensor.shape import Reshape
 from pytensor.tensor.subtensor import AdvancedIncSubtensor, AdvancedSubtensor, IncSubtensor, Subtensor
@@ -82,7 +83,9 @@ def register_shape_lowerings() -> None:
     jax_funcify.register(ProdWithoutZeros)(_lower_prod_without_zeros)
     jax_funcify.register(ScalarOp)(_refuse_missing_function(jax_funcify.dispatch(ScalarOp)))
     jax_funcify.register(object)(_refuse_op)
-    jax_funcify.register(Elemwise)(_widen_integers(jax_funcify.dispatch(Elemwise)))
+    for op_class in (Elemwise, Dot, BatchedDot, Join):
+        jax_funcify.register(op_class)(_compute_in_graph_dtype(jax_funcify.dispatch(op_class)))
+    jax_funcify.register(CAReduce)(_add_in_result_dtype(jax_funcify.dispatch(CAReduce)))
     for op_class in (Subtensor, AdvancedSubtensor, IncSubtensor, AdvancedIncSubtensor):
         jax_funcify.register(op_class)(_allow_traced_bounds(jax_funcify.dispatch(op_class)))
     vector_inc_subtensor = getattr(subtensor, "AdvancedIncSubtensor1", AdvancedIncSubtensor)  # gone in newer versions
@@ -138,22 +141,47 @@ def _refuse_missing_function(lowering: Callable[..., Any]) -> Callable[..., Any]
     return funcify
 
 
-def _widen_integers(lowering: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Elemwise's lowering: convert integers of up to 32 bits to float64 if the result is float64.
+def _compute_in_graph_dtype(lowering: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a lowering: convert the operands to the dtype in which PyTensor computes, if it is a float or complex dtype.
 
-    JAX would compute in float32.
+    This is the result's dtype, or for a comparison the operands' common one.  JAX would compute float64 results in
+    float32 if all operands are integers of up to 32 bits, or if they are float32s and integers.
     """
     import jax
     import jax.numpy as jnp
 
-    def funcify(op: Elemwise, node: Node = None, **kwargs: Any) -> ArrayFunction:
+    def funcify(op: Op, node: Node = None, **kwargs: Any) -> ArrayFunction:
         default: ArrayFunction = lowering(op, node=node, **kwargs)
-        dtypes = [] if node is None else [v.type.dtype for v in node.inputs]
-        are_narrow = bool(dtypes) and all("int" in d and "64" not in d for d in dtypes)
-        if not are_narrow or node.outputs[0].type.dtype != "float64":
+        scalar_op = getattr(op, "scalar_op", None)
+        if node is None or isinstance(scalar_op, Composite):
             return default
-        dtype = jax.dtypes.canonicalize_dtype("float64")
-        return lambda *inputs: default(*(jnp.asarray(x, dtype) for x in inputs))
+        # The other inputs are a condition, or the axis of `Join`, which in newer PyTensor is an attribute.
+        start = 1 if isinstance(scalar_op, Switch) or (isinstance(op, Join) and not hasattr(op, "axis")) else 0
+        dtypes = {v.type.dtype for v in node.inputs[start:]}
+        dtype = node.outputs[0].type.dtype
+        if dtype == "bool" and dtypes:
+            dtype = upcast(*dtypes)
+        if np.dtype(dtype).kind not in "fc" or dtypes <= {dtype} or not all(np.can_cast(d, dtype) for d in dtypes):
+            return default
+        jax_dtype = jax.dtypes.canonicalize_dtype(dtype)
+        return lambda *inputs: default(*inputs[:start], *(jnp.asarray(x, jax_dtype) for x in inputs[start:]))
+
+    return funcify
+
+
+def _add_in_result_dtype(lowering: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a reduction's lowering, which converts the result: convert the elements if their dtype is narrower."""
+    import jax
+    import jax.numpy as jnp
+
+    def funcify(op: Op, node: Node = None, **kwargs: Any) -> ArrayFunction:
+        default: ArrayFunction = lowering(op, node=node, **kwargs)
+        if node is None:
+            return default
+        dtype, result_dtype = (np.dtype(v.type.dtype) for v in (*node.inputs, *node.outputs))
+        if result_dtype.kind not in "fc" or dtype == result_dtype or not np.can_cast(dtype, result_dtype):
+            return default
+        return lambda x: default(jnp.asarray(x, jax.dtypes.canonicalize_dtype(result_dtype)))
 
     return funcify
 

@@ -26,6 +26,9 @@ from pytensor.tensor.math import Sum
 
 from synkhronos.variable_types import Node, Variable
 
+#: Tag of the rewrites in PyTensor's database.
+SUM_REWRITES = "synkhronos_sums"
+
 
 def is_elementwise(node: Node | None, scalar_op: type | UnionType) -> bool:
     """Whether a node applies a scalar function elementwise.  None, the owner of an input, does not."""
@@ -33,7 +36,10 @@ def is_elementwise(node: Node | None, scalar_op: type | UnionType) -> bool:
 
 
 class PartialSumRewriter(GraphRewriter):
-    """Rewrite that replaces terms of a sum by another sum of them, ``a + b + c`` by ``(a + b) + c``."""
+    """Rewrite that replaces terms of a sum by another sum of them, ``a + b + c`` by ``(a + b) + c``.
+
+    Both sums have one dtype: a sum of int8 could overflow, and a sum of booleans is a logical or.
+    """
 
     def apply(self, fgraph: FunctionGraph) -> None:
         """Rewrite a graph in place, the longest sums first, since their terms are those of the shorter ones."""
@@ -46,16 +52,26 @@ class PartialSumRewriter(GraphRewriter):
 
 
 def _find_partial_sum(fgraph: FunctionGraph, node: Node) -> Any:
-    """Return the node of the largest sum of some of the node's terms that is also computed, or None."""
+    """Return the node of the largest sum of some of the node's terms that is also computed in its dtype, or None."""
     terms = Counter(node.inputs)
     clients = {client for term in terms for client, _ in fgraph.clients[term] if client is not node}
-    sums = [c for c in clients if is_elementwise(c, Add) and len(c.inputs) < len(node.inputs)]
+    dtype = node.outputs[0].type.dtype
+    sums = [
+        client
+        for client in clients
+        if is_elementwise(client, Add)
+        and client.outputs[0].type.dtype == dtype
+        and len(client.inputs) < len(node.inputs)
+    ]
     return max((c for c in sums if Counter(c.inputs) <= terms), key=lambda c: len(c.inputs), default=None)
 
 
 @node_rewriter([Sum])
 def _rewrite_centered_sum(fgraph: FunctionGraph, node: Node) -> list[Any] | None:
-    """Replace ``sum(a + c * (x - mean(x)))`` by ``sum(a) + c * sum(x - mean(x))``, where c has no summed axis."""
+    """Replace ``sum(a + c * (x - mean(x)))`` by ``sum(a) + c * sum(x - mean(x))``, where c has no summed axis.
+
+    All terms are added in the dtype of the whole sum.
+    """
     (total,) = node.inputs
     axes = node.op.axis
     if axes is None or not is_elementwise(total.owner, Add):
@@ -66,7 +82,7 @@ def _rewrite_centered_sum(fgraph: FunctionGraph, node: Node) -> list[Any] | None
         if factors and _is_centered(rest, axes):
             centered.append((rest, factors))
         else:
-            plain.append(term)
+            plain.append(pt.cast(term, total.type.dtype))
     if not plain or not centered:
         return None
     parts = [pt.add(*plain) if len(plain) > 1 else plain[0], *(rest for rest, _ in centered)]
@@ -77,7 +93,7 @@ def _rewrite_centered_sum(fgraph: FunctionGraph, node: Node) -> list[Any] | None
         for factor, is_divisor in factors:
             factor = factor.squeeze(axis=axes) if factor.type.ndim else factor
             sums[i] = sums[i] / factor if is_divisor else sums[i] * factor
-    return [pt.add(*sums)]
+    return [pt.cast(pt.add(*sums), node.outputs[0].type.dtype)]
 
 
 def _match_factors(term: Variable, axes: tuple[int, ...]) -> tuple[Variable, list[tuple[Variable, bool]]]:
@@ -142,5 +158,6 @@ def _is_constant_along(variable: Variable, axes: tuple[int, ...]) -> bool:
 
 split_centered_sums = in2out(_rewrite_centered_sum, name="split_centered_sums")
 # After the canonical form and its specializations, at 1 to 3, and before fusion at 49, which JAX mode leaves to XLA.
-optdb.register("split_centered_sums", split_centered_sums, "jax", position=48.0)
-optdb.register("share_partial_sums", PartialSumRewriter(), "jax", position=48.1)
+# Only `linker.StaticLengthLinker` requires this tag: functions that PyTensor compiles itself are not changed.
+optdb.register("split_centered_sums", split_centered_sums, SUM_REWRITES, position=48.0)
+optdb.register("share_partial_sums", PartialSumRewriter(), SUM_REWRITES, position=48.1)

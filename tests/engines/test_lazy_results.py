@@ -44,6 +44,7 @@ USES = {
     "equal": lambda r: r == np.array([0, 2, 4, 6]),
     "ufunc": np.sin,
     "ufunc's method": np.add.reduce,
+    "ufunc where": lambda r: np.add(np.ones(4), 1, where=r > 1, out=np.zeros(4)),
     "function": lambda r: np.mean(r, axis=0),
     "concatenate": lambda r: np.concatenate([r, [1], r]),
     "stack": lambda r: np.stack([r, r]),

@@ -17,6 +17,7 @@ import synkhronos as synk
 from synkhronos.functions.computation import DEFAULT_VARIANT
 from synkhronos.lowering import scatter
 from synkhronos.lowering.linker import with_static_length_linker
+from synkhronos.lowering.polynomial import find_constant_extent
 from synkhronos.training import make_train_function
 from synkhronos.training.updates import sgd
 
@@ -68,6 +69,32 @@ def test_float32_graphs_compute_in_float32(two_ranks_per_test):
     assert "xf32>" in text and not re.search(r"xf64>", text)  # except scalars: counts of rows
 
 
+@pytest.mark.parametrize(
+    ("build", "dtypes"),
+    [
+        (lambda i, x: i + x, ("int64", "float32")),
+        (lambda i, x: i - 1j * x, ("int64", "complex64")),
+        (lambda i, u: (i > 0) / u, ("int64", "uint32")),
+        (lambda i, x: T.switch(x > 0, i, x), ("int64", "float32")),
+        (lambda i, x: T.stack([i, x]), ("int64", "float32")),
+        (lambda i, x: T.dot(i[None], x[:, None]), ("int64", "float32")),
+        (lambda i, x: T.eq(i, x), ("int64", "float32")),
+        (lambda i, x: (x.sum(dtype="float64"), x.mean(dtype="float64")), ("int64", "float32")),
+        (lambda i, x: x.prod(dtype="float64"), ("int64", "float32")),
+    ],
+)
+def test_float64_results_are_computed_in_float64(build, dtypes, fork):
+    fork(1)
+    inputs = [T.vector(dtype=dtype) for dtype in dtypes]
+    values = [np.array([2**24 + 1, 2**31 - 1, 7], dtypes[0]), np.array([2**24 - 1, 2**31, 1.5]).astype(dtypes[1])]
+    outputs = build(*inputs)
+    expected = package.function(inputs, outputs, mode="FAST_COMPILE", on_unused_input="ignore")(*values)
+    results = package.function(inputs, outputs, mode=with_static_length_linker("JAX"), on_unused_input="ignore")(
+        *values
+    )
+    np.testing.assert_allclose(results, expected, rtol=1e-15)
+
+
 def test_updates_of_plain_functions_keep_their_dtype(fork):
     # As in a launcher's model, with floatX=float64: JAX computes the gradient of a norm in float64.
     fork(1)
@@ -115,6 +142,13 @@ def test_branches_keep_the_dtype_of_the_graph(fork):
 
 
 # -- lengths that follow from integers -------------------------------------------------------------------------
+
+
+def test_rows_and_columns_of_differences_are_not_one_unknown():
+    k = T.lvector("k")
+    difference = (k[:, None] - k[None, :])[1, 0]
+    assert find_constant_extent(slice(k[0], k[0] + 3 + difference), {}) is None
+    assert find_constant_extent(slice(k[0], k[0] + 3), {}) == 3
 
 
 @pytest.fixture

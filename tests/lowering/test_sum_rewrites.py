@@ -10,17 +10,19 @@ import pytensor.tensor as pt  # noqa: E402
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from library import XLA, limit_examples  # noqa: E402
-from pytensor.compile.mode import Mode  # noqa: E402
+from pytensor.compile.mode import Mode, get_mode  # noqa: E402
 from pytensor.graph.fg import FunctionGraph  # noqa: E402
 from pytensor.scalar.basic import Add  # noqa: E402
 from pytensor.tensor.elemwise import Elemwise  # noqa: E402
 from pytensor.tensor.math import Sum  # noqa: E402
 
-from synkhronos.lowering import linker  # noqa: E402, F401 - registers the rewrites
-from synkhronos.lowering.sum_rewrites import PartialSumRewriter, split_centered_sums  # noqa: E402
+from synkhronos.lowering import linker  # noqa: E402
+from synkhronos.lowering.sum_rewrites import SUM_REWRITES, PartialSumRewriter, split_centered_sums  # noqa: E402
 
 PLAIN = Mode("py", "fast_run").excluding("fusion", "inplace")
-REWRITTEN = PLAIN.including("split_centered_sums", "share_partial_sums")
+REWRITTEN = PLAIN.including(SUM_REWRITES)
+#: A value of each dtype whose double overflows, or for float32 a value whose sum with 1 is rounded.
+NARROW_VALUES = [("bool", 1), ("int8", 100), ("uint8", 200), ("int32", 2**31 - 1), ("float32", 2**24)]
 
 
 def compute(inputs, outputs, values):
@@ -55,6 +57,14 @@ def test_no_sum_repeats_terms_of_another(sums):
     remaining = list_sums(graph)
     assert not any(short < long for short in remaining for long in remaining)
     assert len(remaining) == len(sums)
+
+
+@pytest.mark.parametrize(("dtype", "number"), NARROW_VALUES)
+def test_sum_of_another_dtype_is_not_shared(dtype, number):
+    a, b, c = (pt.vector(name, dtype=d) for name, d in (("a", dtype), ("b", dtype), ("c", "float64")))
+    values = [np.full(2, number, dtype), np.ones(2, dtype) if dtype == "float32" else np.full(2, number, dtype)]
+    f = pytensor.function([a, b, c], [a + b, c + a + b], mode=REWRITTEN)
+    np.testing.assert_array_equal(f(*values, np.full(2, 0.5))[1], 0.5 + values[0].astype(float) + values[1])
 
 
 def test_residual_gradients_have_few_terms():
@@ -111,6 +121,16 @@ def test_sum_of_centered_terms_is_split(axes, form, factor, is_first):
     assert count_nested_sums(graph.outputs[0]) == 2
 
 
+@pytest.mark.parametrize(("dtype", "number"), NARROW_VALUES)
+def test_other_terms_are_added_in_the_dtype_of_the_sum(dtype, number):
+    x, p, q = pt.dmatrix("x"), pt.matrix("p", dtype=dtype), pt.matrix("q", dtype=dtype)
+    total = (2.0 * center(x, (0,)) + p + q).sum(axis=0)
+    terms = [np.full((4, 2), number, dtype), np.ones((4, 2), dtype)]
+    f = pytensor.function([x, p, q], total, mode=REWRITTEN)
+    assert count_nested_sums(f.maker.fgraph.outputs[0]) == 2
+    np.testing.assert_array_equal(f(np.zeros((4, 2)), *terms), sum(term.sum(axis=0, dtype=float) for term in terms))
+
+
 @pytest.mark.parametrize(
     "build_terms",
     [
@@ -161,6 +181,14 @@ def test_jax_mode_includes_the_rewrites():
     f = pytensor.function([x, gain], build_norm_gradients(x, gain), mode=linker.with_static_length_linker("JAX"))
     sums = list_sums(f.maker.fgraph)
     assert not any(short < long for short in sums for long in sums)
+
+
+@pytest.mark.skipif(not XLA, reason="JAX mode")
+def test_functions_that_pytensor_compiles_are_not_rewritten():
+    x, gain = pt.dmatrix("x"), pt.dvector("gain")
+    mode = get_mode("JAX").excluding("fusion")  # a fused sum is no node of its own
+    sums = list_sums(pytensor.function([x, gain], build_norm_gradients(x, gain), mode=mode).maker.fgraph)
+    assert any(short < long for short in sums for long in sums)
 
 
 def build_norm(x):
