@@ -44,7 +44,6 @@ USES = {
     "equal": lambda r: r == np.array([0, 2, 4, 6]),
     "ufunc": np.sin,
     "ufunc's method": np.add.reduce,
-    "ufunc where": lambda r: np.add(np.ones(4), 1, where=r > 1, out=np.zeros(4)),
     "function": lambda r: np.mean(r, axis=0),
     "concatenate": lambda r: np.concatenate([r, [1], r]),
     "stack": lambda r: np.stack([r, r]),
@@ -109,6 +108,13 @@ def test_lazy_integer_result_is_an_index(two_ranks_per_test):
     count = synk.function([x], (x.sum(), "sum"))(np.array([1, 2]))
     assert operator.index(count) == 3
     assert list(range(count)) == [0, 1, 2]
+
+
+def test_lazy_mask_selects_elements_of_a_ufunc(two_ranks_per_test):
+    x = T.dvector("x")
+    mask = synk.function([x], (x > 1, "gather"))(VALUE)
+    np.testing.assert_array_equal(np.add(VALUE, 1, where=mask, out=np.zeros(4)), [0, 0, 3, 4])
+    assert np.sum(VALUE, where=mask) == 5
 
 
 def test_lazy_result_is_writable(double):

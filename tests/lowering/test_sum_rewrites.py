@@ -125,7 +125,7 @@ def test_sum_of_centered_terms_is_split(axes, form, factor, is_first):
 def test_other_terms_are_added_in_the_dtype_of_the_sum(dtype, number):
     x, p, q = pt.dmatrix("x"), pt.matrix("p", dtype=dtype), pt.matrix("q", dtype=dtype)
     total = (2.0 * center(x, (0,)) + p + q).sum(axis=0)
-    terms = [np.full((4, 2), number, dtype), np.ones((4, 2), dtype)]
+    terms = [np.full((4, 2), number, dtype), np.full((4, 2), 1 if dtype == "float32" else number, dtype)]
     f = pytensor.function([x, p, q], total, mode=REWRITTEN)
     assert count_nested_sums(f.maker.fgraph.outputs[0]) == 2
     np.testing.assert_array_equal(f(np.zeros((4, 2)), *terms), sum(term.sum(axis=0, dtype=float) for term in terms))
