@@ -15,12 +15,12 @@ _ALIGNMENT = 64
 _WORD_NBYTES = 8
 
 
-def measure_buffers(buffers: Sequence[memoryview]) -> int:
+def measure_buffers(buffers: Sequence[bytes | memoryview]) -> int:
     """Return the number of bytes that buffers take in shared memory, index included; there is at least one buffer."""
     return _compute_ranges(map(len, buffers))[-1].stop
 
 
-def write_buffers(buffers: Sequence[memoryview], memory: memoryview) -> None:
+def write_buffers(buffers: Sequence[bytes | memoryview], memory: memoryview) -> None:
     """Write the index and the buffers into memory, of the length that `measure_buffers` returns."""
     struct.pack_into(f"={1 + len(buffers)}Q", memory, 0, len(buffers), *map(len, buffers))
     for buffer, span in zip(buffers, _compute_ranges(map(len, buffers)), strict=True):

@@ -243,7 +243,7 @@ class Replicator:
                 f"the graph can't be pickled, as it has to be for the workers: {error}{self._format_advice()}"
             ) from error
         code.update_digests()
-        parts = [stream.getbuffer(), *(buffer.raw() for buffer in buffers)]
+        parts: list[bytes | memoryview] = [stream.getvalue(), *(buffer.raw() for buffer in buffers)]
         nbytes = measure_buffers(parts)
         segment = session.memory.create_segment(nbytes)
         write_buffers(parts, memoryview(segment.buffer))

@@ -65,7 +65,8 @@ class ChainServers:
         Raise its error, or WorkerError if the server or one of its ranks has exited.  After an evaluation that could
         not read its result, all later ones raise WorkerError with the cause of the first.
         """
-        request = ForkingPickler.dumps((distributed_sum, list(params), with_gradients))
+        # Bytes, not a view of a BytesIO: Python 3.12 may crash when it collects the view with an error's traceback.
+        request = bytes(ForkingPickler.dumps((distributed_sum, list(params), with_gradients)))
         pipe = self._idle.get()
         try:
             if self._failure is not None:
