@@ -18,6 +18,7 @@ from synkhronos.lowering.lengths import extract_lengths
 from synkhronos.lowering.random_keys import JAX_KEY, get_key_storage, share_key_storage
 from synkhronos.lowering.shapes import register_shape_lowerings
 from synkhronos.lowering.sum_rewrites import SUM_REWRITES
+from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.variable_types import FunctionGraph
 
 #: Name of the rewrite that decomposes the Ops of attention, for all modes but JAX mode.
@@ -87,7 +88,9 @@ class StaticLengthLinker(JAXLinker):
             arguments = list(values)
             for i, storage in key_storages.items():
                 arguments[i] = {**arguments[i], JAX_KEY: storage[0]}
-            results = compiled(*arguments, *(() if length_graph is None else length_graph.compute_lengths(values)))
+            lengths = () if length_graph is None else length_graph.compute_lengths(values)
+            with defer_signals():  # an interrupt while JAX traces could leave its current trace set
+                results = compiled(*arguments, *lengths)
             for position, storage in new_keys:
                 storage[0] = results[position][JAX_KEY]
             return results

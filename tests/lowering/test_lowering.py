@@ -4,6 +4,7 @@ The tests start XLA in this process, and run only with SYNKHRONOS_TEST_DEVICE=ja
 """
 
 import re
+import signal
 from types import SimpleNamespace
 
 import numpy as np
@@ -104,6 +105,31 @@ def test_updates_of_plain_functions_keep_their_dtype(fork):
     train(np.ones((4, 3), "float32"))
     assert w.get_value(borrow=True).dtype == "float32"
     np.testing.assert_allclose(w.get_value(), np.full(4, 0.5), rtol=1e-6)
+
+
+def test_interrupt_while_jax_traces_leaves_no_current_trace(fork, monkeypatch):
+    from jax._src.core import TracingContext, trace_ctx
+
+    from synkhronos.engines.xla.executable import _is_option_known
+
+    fork(1)
+    x = T.fvector("x")
+    f = package.function([x], T.exp(x) + 1, mode=with_static_length_linker("JAX"))
+    set_trace, calls = TracingContext.set_trace, []
+
+    def set_and_interrupt(context, trace):
+        set_trace(context, trace)
+        calls.append(trace)
+        if len(calls) == 1:  # a block's ``__enter__``: its ``__exit__`` is not called
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(TracingContext, "set_trace", set_and_interrupt)
+    for trace in (lambda: f(np.zeros(2, "float32")), lambda: _is_option_known.__wrapped__("xla_cpu_enable_fast_math")):
+        calls.clear()
+        with pytest.raises(KeyboardInterrupt):
+            trace()
+        assert trace_ctx.is_top_level()
+    np.testing.assert_array_equal(f(np.zeros(2, "float32")), [2, 2])
 
 
 def test_loops_keep_the_dtype_of_their_state(fork):

@@ -300,7 +300,8 @@ def _is_option_known(name: str) -> bool:
     import jax
 
     try:
-        jax.jit(lambda x: x, compiler_options={name: False}).lower(np.int8(0)).compile()
+        with defer_signals():  # as in StaticLengthLinker.jit_compile
+            jax.jit(lambda x: x, compiler_options={name: False}).lower(np.int8(0)).compile()
     except jax.errors.JaxRuntimeError:
         return False
     return True
