@@ -59,21 +59,23 @@ class Downpour(CentreRule):
 
     def setup(self, context: RankContext, state: ExchangeState) -> None:
         """Set the centre, and this rank's base, to the parameters."""
-        state.own["base"] = state.vector
-        state.own["seen"] = 0
+        state.own |= {"base": state.vector, "seen": 0, "n_average_items": state.n_average_items}
         super().setup(context, state)
 
     def exchange(self, context: RankContext, state: ExchangeState) -> int | None:
         """Push, fetch, or both.  Return the number of earlier pushes, or None without a push or if synchronous."""
         if not self.asynchronous:
-            steps = state.vector - state.own["base"]
-            state.own["base"] = state.own["base"] + reduce_with_weighted_averages(
-                state, steps, lambda vector: context.all_reduce(vector, "sum")
-            )
-            state.vector = state.own["base"]
+            state.vector = state.own["base"] = self._add_steps_of_all_ranks(context, state)
             return None
         is_push, is_fetch = state.step % self.push == 0, state.step % self.fetch == 0
         return self._push_and_fetch(context, state, is_push, is_fetch) if is_push or is_fetch else None
+
+    def _add_steps_of_all_ranks(self, context: RankContext, state: ExchangeState) -> Array:
+        """Return the base plus the steps of all ranks since the last exchange.  A collective."""
+        base = state.own["base"]
+        return base + reduce_with_weighted_averages(
+            state, state.vector - base, lambda vector: context.all_reduce(vector, "sum")
+        )
 
     def _push_and_fetch(self, context: RankContext, state: ExchangeState, is_push: bool, is_fetch: bool) -> int | None:
         """Push, fetch, or both, under the lock.  Return the number of earlier pushes, or None without a push."""
@@ -104,21 +106,33 @@ class Downpour(CentreRule):
         return sequence if is_push else None
 
     def compute_consensus(self, context: RankContext, state: ExchangeState) -> Array:
-        """Push the remaining steps, and return the centre."""
+        """Return the centre with the remaining steps, which asynchronous ranks push now."""
         if not self.asynchronous:
-            return state.own["base"]
+            return self._add_steps_of_all_ranks(context, state) if state.steps_since_exchange else state.own["base"]
         if not (state.vector == state.own["base"]).all():
             self._push_and_fetch(context, state, is_push=True, is_fetch=False)
         context.barrier("all have pushed")
         return read_centre(context, state)
 
     def resize_states(self, states: list[dict[str, Any]], n_ranks: int) -> list[dict[str, Any]]:
-        """Start all ranks at the centre.  No steps are lost: a report, which pushes them, precedes a checkpoint."""
-        first = states[0]
-        centre = first["shared"]["centre"] if self.asynchronous else first["own"]["base"]
-        own = {"base": centre.copy(), "seen": -1}
+        """Start all ranks at the centre with the steps that are not pushed yet.
+
+        Asynchronous ranks have pushed them: a report, which does so, precedes a checkpoint.
+        """
+        first, n = states[0], int(states[0]["own"].get("n_average_items", 0))
+        if self.asynchronous:
+            centre = first["shared"]["centre"]
+        else:
+            base = first["own"]["base"]
+            steps = np.sum([state["params"] - base for state in states], axis=0)
+            steps[len(steps) - n :] /= len(states)  # running averages are not added up
+            centre = (base + steps).astype(base.dtype)
         optimizer = np.mean([state["optimizer"] for state in states], axis=0).astype(first["optimizer"].dtype)
-        return [{**first, "params": centre.copy(), "own": dict(own), "optimizer": optimizer} for _ in range(n_ranks)]
+        common = {**first, "optimizer": optimizer, "steps_since_exchange": 0}
+        return [
+            {**common, "params": centre.copy(), "own": {"base": centre.copy(), "seen": -1, "n_average_items": n}}
+            for _ in range(n_ranks)
+        ]
 
 
 class ASGD(Downpour):

@@ -119,7 +119,9 @@ class EASGD(CentreRule):
         first = states[0]
         centre = first["own"]["centre"] if "centre" in first["own"] else first["shared"]["centre"]
         optimizer = np.zeros_like(first["optimizer"])
-        fresh = {**first, "params": centre.copy(), "optimizer": optimizer, "steps_since_exchange": 0}
+        fresh = {**first, "params": centre.copy(), "optimizer": optimizer}
+        if self.asynchronous:
+            fresh["steps_since_exchange"] = 0  # synchronous ranks exchange after the same step
         return [states[r] if r < len(states) else fresh for r in range(n_ranks)]
 
 

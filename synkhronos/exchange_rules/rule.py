@@ -18,7 +18,7 @@ from synkhronos.variable_types import Array, SharedVariable
 
 #: Shapes and dtypes of a rule's arrays in shared memory, by name.
 ArraySpecs = dict[str, tuple[tuple[int, ...], Any]]
-#: Number of steps between two exchanges, or a function of the number of steps so far that returns it.
+#: Number of steps between two exchanges, or a function of the number of steps up to the last one that returns it.
 Period = int | Callable[[int], int]
 #: Predicate of a parameter: whether ranks do not exchange it.
 Exclude = Callable[[SharedVariable], bool] | None
@@ -32,8 +32,9 @@ class ExchangeRule:
     Parameters
     ----------
     period : int or callable, optional
-        Number of steps between two exchanges.  A callable takes the number of steps so far and returns the number of
-        steps until the next exchange.  The default is the class attribute.
+        Number of steps between two exchanges.  A callable is called with the number of steps taken up to the last
+        exchange, 0 before the first, and returns the number of steps from there to the next exchange.  Each of its
+        answers must always be the same.  The default is the class attribute.
     exclude : callable, optional
         Takes a parameter, a shared variable, and returns True if ranks do not exchange it.  For example, each rank may
         have its own parameters of batch normalization.
@@ -114,7 +115,9 @@ class ExchangeRule:
     def resize_states(self, states: list[dict[str, Any]], n_ranks: int) -> list[dict[str, Any]]:
         """Convert the states of a checkpoint to another number of ranks.
 
-        By default all ranks start from the means of the parameters and of the optimizer's variables.
+        By default all ranks start from the means of the parameters and of the optimizer's variables.  Under a
+        synchronous rule the new states must have equal numbers of steps, in all and since the last exchange: else a
+        trainer starts from the mean of the ranks, and the launcher's ranks wait for each other in different places.
 
         Parameters
         ----------
@@ -139,7 +142,8 @@ class ExchangeRule:
 
     def count_steps_left(self, state: ExchangeState) -> int:
         """Return the number of steps until the next exchange, at least 1."""
-        period = self.period(state.step) if callable(self.period) else self.period
+        step_of_exchange = state.step - state.steps_since_exchange
+        period = self.period(step_of_exchange) if callable(self.period) else self.period
         return max(1, period - state.steps_since_exchange)
 
     def compute_mean(self, context: RankContext, state: ExchangeState, relative_weight: float = 1.0) -> Array:

@@ -142,9 +142,8 @@ class ExchangeState:
     learning_rate : float
         Learning rate of the last step.
     count_items : callable, optional
-        Returns the number of items (such as words) in this rank's steps since the last exchange, if the loss is
-        weighted by items.  If it is a mean over rows, the number of rows of the last step if ranks have different
-        ones, as at the end of an epoch; else None.
+        Returns the number of items in this rank's steps since the last exchange: of rows, or of what the loss's weight
+        counts, such as words.  None if all ranks have equally many; either all ranks have a function, or none.
     n_average_items : int
         Number of elements of the running averages, at the end of `vector`.
     own : dict

@@ -15,6 +15,7 @@ from synkhronos import exchange_rules
 from synkhronos.exchange_rules import elastic as elastic_rule
 from synkhronos.exchange_rules.rule import round_to_bfloat16
 from synkhronos.exchange_rules.state import FlatVariables
+from synkhronos.training.loops.batch_loop import PeriodicExchange
 
 # As in conftest.py, 3 ranks cover all cases of 2; 4 are a power of two, by which weights are halved exactly.
 SIZES = [1, 3] if DEVICE == "jax" else [1, 3, 4]
@@ -75,6 +76,32 @@ def train(rule, optimizer="sgd", steps=STEPS, eta=ETA, on_device=XLA):
 
 def make_oracle_arguments(n, optimizer="sgd"):
     return n, make_problem(), X0, optimizer, ETA, STEPS
+
+
+class Steps(exchange_rules.LocalSGD):
+    """Collects the steps after which ranks exchange."""
+
+    def exchange(self, context, state):
+        state.own.setdefault("steps", []).append(state.step)
+
+
+@pytest.mark.parametrize("max_steps_per_launch", [1, 64])
+@pytest.mark.parametrize(
+    ("period", "expected"),
+    [
+        (lambda step: max(1, step), [1, 2, 4, 8, 16, 32]),
+        (lambda step: 10 if step < 5 else 8, [10, 18, 26, 34]),
+        (lambda step: 0, range(1, 41)),
+    ],
+    ids=["rising", "falling", "zero"],
+)
+def test_callable_period_is_called_with_the_step_of_the_last_exchange(period, expected, max_steps_per_launch):
+    state, context = SimpleNamespace(step=0, steps_since_exchange=0, own={}), SimpleNamespace(wait_seconds=0.0)
+    exchange = PeriodicExchange(context, Steps(period), state, {"exchange": 0.0, "wait": 0.0})
+    while state.step < 40:
+        if exchange.advance(min(exchange.restart_countdown(), max_steps_per_launch, 40 - state.step)):
+            exchange.run()
+    assert state.own["steps"] == list(expected)
 
 
 # -- trainings equal formulas in NumPy -------------------------------------------------------------------------------------

@@ -64,6 +64,41 @@ def test_rules_resize_states_to_other_numbers_of_ranks():
         assert [state["optimizer"][0] for state in elastic] == [0.0, 10.0, 20.0, 0.0, 0.0][:size]
         assert len(exchange_rules.Swap().resize_states(ranks, size)) == size
     assert [state["params"][0] for state in exchange_rules.ASGD().resize_states(ranks, 2)] == [9.0, 9.0]
+    for state in ranks:
+        state["own"] = {"base": np.array([1.0, 2.0, 3.0]), "n_average_items": 1}
+    (pushed,) = exchange_rules.Downpour(asynchronous=False).resize_states(ranks, 1)
+    # All ranks' steps are added to the base; the last element is a running average.
+    assert pushed["params"].tolist() == [1 + (-1 + 0 + 1), 2 + (-2 - 1 + 0), 3 + (-3 - 2 - 1) / 3]
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        exchange_rules.EASGD(period=4, asynchronous=False),
+        exchange_rules.Downpour(10, 10, asynchronous=False),
+        exchange_rules.LocalSGD(4),
+    ],
+    ids=repr,
+)
+def test_synchronous_rules_resume_on_other_ranks_within_a_period(fork, tmp_path, rule):
+    def train(n_ranks, rate, n_epochs, **options):
+        fork(n_ranks)
+        w = shared(np.zeros(4), "w")
+        x, y = tensor.dmatrix("x"), tensor.dvector("y")
+        trainer = make_trainer(((tensor.dot(x, w) - y) ** 2).mean(), [w], x, y, sgd, rule, rate)
+        reports = trainer.epochs(X, Y, 5, n_epochs, checkpoints=CheckpointFolder(tmp_path, keep=9), **options)
+        next(reports)
+        value = np.asarray(w.get_value())
+        reports.close()
+        synk.close()
+        return value
+
+    value = train(2, 0.02, 1)  # 6 steps, of which 2 since the exchange
+    assert np.abs(value).min() > 0.01
+    checkpoint = CheckpointFolder(tmp_path).list_paths()[0]
+    for n_ranks in (1, 3):
+        resumed = train(n_ranks, 1e-300, 2, every=1, resume=checkpoint)  # one step of no length
+        np.testing.assert_allclose(resumed, value, rtol=1e-12)
 
 
 def test_resume_without_a_checkpoint_starts_anew(tmp_path, two_ranks_per_test):
