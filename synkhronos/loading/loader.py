@@ -129,7 +129,7 @@ class Loader:
             self.processes = 1
         self.depth = check_at_least(depth, "depth", 2, "a number of batches")
         self.shuffle = check_flag(shuffle, "shuffle")
-        self._skips_unreadable = check_choice(on_error, "on_error", ("raise", "skip")) == "skip"
+        self.skips_unreadable = check_choice(on_error, "on_error", ("raise", "skip")) == "skip"
         self.wait_seconds = 0.0
         self._n_skipped_before = 0
         row = self._read_sample()
@@ -154,7 +154,7 @@ class Loader:
     def _read_sample(self) -> tuple[Any, ...]:
         """Read and augment the first row that can be read."""
         is_stream = isinstance(self.source, IterableSource)
-        for number in range(min(_MAX_SAMPLE_ATTEMPTS, len(self)) if self._skips_unreadable and not is_stream else 1):
+        for number in range(min(_MAX_SAMPLE_ATTEMPTS, len(self)) if self.skips_unreadable and not is_stream else 1):
             try:
                 for row in self.source if is_stream else [self.source[number]]:
                     return augment_row(row, self.augment, 0, 0, number)
@@ -311,7 +311,7 @@ class Loader:
         if pool is None or not pool.can_serve(layout, in_session):
             self.close()
             array_specs = [(array.shape, dtype.str) for array, dtype in zip(self._sample, self._dtypes, strict=True)]
-            config = LoaderConfig(self.source, self.augment, self.shuffle, self._skips_unreadable, layout, array_specs)
+            config = LoaderConfig(self.source, self.augment, self.shuffle, self.skips_unreadable, layout, array_specs)
             pool = self._pool = _LoaderPool(config, in_session)
         elif death := pool.ring.describe_death():
             self.close()
@@ -338,11 +338,13 @@ class LoaderRows:
 
     The object may be an argument of `synkhronos.run`.  Then each rank calls `open` with its number.  ``data`` are the
     ring's arrays, one for each array of a row.  A consumer may hold at most ``max_steps_per_launch`` units at a time.
+    If ``skips_unreadable``, a range of positions may have fewer rows.
     """
 
     def __init__(self, pool: _LoaderPool, unit: int, plan: ReadPlan, n_rows: int):
         self.layout, self.data, self.plan = pool.layout, pool.data, plan
         self.max_steps_per_launch = max(1, self.layout.n_slots // self.layout.n_consumers // 2)
+        self.skips_unreadable = pool.skips_unreadable
         self._memory, self._pids, self._first_unit, self._n_rows = pool.ring_memory, pool.pids, unit, n_rows
         self._pool, self._ring = pool, pool.ring
 
@@ -354,7 +356,7 @@ class LoaderRows:
         self._ring = Ring(self.layout, np.asarray(self._memory), consumer, self._pids)
 
     def find_unit(self, position: int) -> int:
-        """Return the number of the first unit that starts at or after a position."""
+        """Return the number of the first unit that starts at or after a position, which may lie within a unit."""
         return self._first_unit - (self.plan.position - position) // self.layout.unit_rows
 
     @property
@@ -367,12 +369,15 @@ class LoaderRows:
         return self._ring.is_filled(self.find_unit(stop) - 1)
 
     def wait_for_row_indexes(self, start: int, stop: int, on_poll: Callable[[], None] | None = None) -> Selection:
-        """Wait until the rows at positions ``start`` to ``stop`` are loaded, and return their indexes in `data`."""
+        """Wait until the rows at positions ``start`` to ``stop`` are loaded, and return their indexes in `data`.
+
+        ``start`` is the start of a unit.  ``stop`` may lie within a unit, whose further rows are then not returned.
+        """
         selections = []
         for unit in range(self.find_unit(start), self.find_unit(stop)):
             position = self.plan.position + (unit - self._first_unit) * self.layout.unit_rows
             self._ring.wait_until_filled(unit, (self.plan.epoch, position), on_poll)
-            selections.append(self._ring.take_readable_rows(unit, min(self.layout.unit_rows, self._n_rows - position)))
+            selections.append(self._ring.take_readable_rows(unit, min(self.layout.unit_rows, stop - position)))
         return (
             selections[0]
             if len(selections) == 1
@@ -385,9 +390,15 @@ class LoaderRows:
             self._ring.free(unit)
 
     def record_position(self, position: int) -> None:
-        """Record, in the pool's process, that the rows before a position are freed.  The pool continues there."""
+        """Record, in the pool's process, that the rows before a position are freed.  The pool continues there.
+
+        If the position is within a unit, the pool restarts there: the next units start at other positions.
+        """
         plan = self.plan._replace(position=position)
-        self._pool.position = plan.advance_epoch() if position == self._n_rows else plan, self.find_unit(position)
+        if position == self._n_rows:
+            self._pool.position = plan.advance_epoch(), self.find_unit(position)
+        elif (position - self.plan.position) % self.layout.unit_rows == 0:
+            self._pool.position = plan, self.find_unit(position)
 
 
 def set_row_dtypes(loader: Loader, variables: Sequence[Variable]) -> None:
@@ -428,7 +439,7 @@ class _LoaderPool:
     """
 
     def __init__(self, config: LoaderConfig, in_session: bool):
-        self.layout = config.layout
+        self.layout, self.skips_unreadable = config.layout, config.skips_unreadable
         self.data: list[Any] = []
         self.pids: list[int] = []
         #: Plan and number of the unit with which the pool continues; a new tuple after each batch.

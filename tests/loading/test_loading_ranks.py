@@ -12,6 +12,7 @@ from loading_sources import (
     MostlyDamagedRows,
     NumberedPictures,
     PartlyDamagedRows,
+    PartlyUnreadableRows,
     RegressionRows,
     SlowRegressionRows,
     UnloadableRows,
@@ -23,11 +24,15 @@ from system import is_alive, list_children
 import synkhronos as synk
 from synkhronos import exchange_rules
 from synkhronos.loading import Loader, LoadError
+from synkhronos.loading.loader import open_rows
 from synkhronos.training import CheckpointFolder, Recorder, make_trainer
 from synkhronos.training.monitoring.recorder import read_records
 from synkhronos.training.updates import sgd
 
 pytestmark = [pytest.mark.usefixtures("forked_loaders")]
+
+#: Parameters after a step of length 0.01 from 0 on the five rows of `PartlyUnreadableRows` that can be read.
+STEP_ON_READABLE_ROWS = [0.01 * 2 * 30 / 5, 0.01 * 2 * 10 / 5, 0.0]
 
 # -- for ranks -----------------------------------------------------------------------------------------------
 
@@ -179,6 +184,30 @@ def test_trainer_skips_unreadable_batches(load, two_ranks_per_test):
         assert loader.n_skipped == 2 * (103 - 13) and len(reports) == 2
 
 
+@pytest.mark.parametrize("average", ["gradient", "params"])
+def test_bsp_weights_ranks_by_the_rows_that_are_read(load, average, two_ranks_per_test):
+    x, y, w = tensor.dmatrix("x"), tensor.dvector("y"), shared(np.zeros(3), "w")
+    loss = ((tensor.dot(x, w) - y) ** 2).mean()
+    trainer = make_trainer(loss, [w], x, y, sgd, exchange_rules.BSP(average), 0.01)
+    loader = load(PartlyUnreadableRows(), shuffle=False, on_error="skip")
+    (report,) = trainer.epochs(loader, None, 4, 1)
+    np.testing.assert_allclose(w.get_value(), STEP_ON_READABLE_ROWS, rtol=1e-12)
+    assert report.loss == 6.0
+
+
+def test_loader_rows_may_stop_within_a_unit(fork, load):
+    fork(1)
+    loader, read = load([np.arange(23)], shuffle=False), []
+    for start, stop in ((0, 6), (6, 14), (14, 22), (22, 23)):
+        rows = open_rows(loader, 0, start, 4, 0, 1)
+        for first in range(start, stop, 4):
+            last = min(first + 4, stop)
+            read += np.asarray(rows.data[0])[rows.wait_for_row_indexes(first, last)].tolist()
+            rows.free(first, last)
+        rows.record_position(stop)
+    assert read == list(range(23))
+
+
 def test_validation_without_readable_rows_is_an_error(fork, load):
     fork(1)
     with pytest.raises(LoadError, match="none of the rows of the validation data could be read"):
@@ -220,3 +249,15 @@ def test_launcher_model_reads_from_loaders(tmp_path):
     assert len(reports) == 8 and reports[-1]["validation"]["cost"] < reports[0]["validation"]["cost"] / 2
     assert reports[-1]["batch"] == "2 x 10"
     assert reports[-1]["seconds"]["load"] > 0
+
+
+@pytest.mark.slow
+def test_launcher_weights_ranks_by_the_rows_that_are_read(tmp_path):
+    from launch_runs import read_json_lines, run
+    from paths import SUPPORT
+
+    model = "--set=model='launch_models/loaded.py:PartlyUnreadable'"
+    average = "--set=rule_options.average=params"
+    run("train", model, average, "--set=ranks=2", "--devices=cpu", f"--folder={tmp_path}", cwd=SUPPORT)
+    np.testing.assert_allclose(np.load(tmp_path / "params.npz")["arr_0"], STEP_ON_READABLE_ROWS, rtol=1e-12)
+    assert read_json_lines(tmp_path, "reports")[0]["loss"] == 6.0

@@ -223,3 +223,15 @@ class ColumnRows:
 
     def __getitem__(self, row):
         return tuple(column[row] for column in self.columns)
+
+
+class PartlyUnreadableRows:
+    """Eight rows of inputs (i, 1, 0) and targets i, of which the last three can't be read."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, row):
+        if row >= 5:
+            raise OSError("unreadable")
+        return np.array([row, 1.0, 0.0]), np.float64(row)

@@ -347,8 +347,13 @@ class Model:
         recorder.end("calc")
         n_costs = 1 if self.error is None else 2
         values = list(map(_snapshot_value, self.step_outputs))
-        weight = {} if self.weight is None else {"weight": values[n_costs]}
-        recorder.train_error(count, *values[:n_costs], **weight)
+        weight = len(batch[0]) if self.weights_by_rows else 1 if self.weight is None else values[n_costs]
+        recorder.train_error(count, *values[:n_costs], weight=weight)
+
+    @property
+    def weights_by_rows(self) -> bool:
+        """Whether costs are weighted by rows: the loader may skip rows, and there is no `weight`."""
+        return self.weight is None and self.data.may_skip_rows
 
     def apply_gradients(self) -> bool:
         """Update the parameters from the reduced gradient.  Do nothing if the step has a single part.

@@ -46,6 +46,11 @@ class ModelData:
         self._epoch = -1
         self._validation_batches: Iterator[Batch] | None = None
 
+    @property
+    def may_skip_rows(self) -> bool:
+        """Whether training batches may have fewer rows, as the loader skips rows that can't be read."""
+        return isinstance(self.training, Loader) and self.training.skips_unreadable
+
     def take_training_batch(self, epoch: int) -> Batch:
         """Return the next training batch of an epoch.  Each epoch has another order."""
         if self._epoch != epoch:

@@ -90,9 +90,10 @@ class ModelBatchLoop(BatchLoop):
         self._check_step()
         self._periodic_exchange.restart_countdown()
         if self._periodic_exchange.advance(steps):
-            # If the model has a ``weight``, the exchange weights this rank's parameters by the weight of the last cost.
-            has_weight = getattr(self.model, "weight", None) is not None
-            self._periodic_exchange.state.count_items = self.recorder.get_last_weight if has_weight else None
+            # If costs have weights, the exchange weights this rank's parameters by the weight of the last one.
+            model = self.model
+            has_weights = getattr(model, "weight", None) is not None or getattr(model, "weights_by_rows", False)
+            self._periodic_exchange.state.count_items = self.recorder.get_last_weight if has_weights else None
             self._periodic_exchange.run()
         while self.state.applies_gradients and self._apply_gradients() is True:
             self._periodic_exchange.run()

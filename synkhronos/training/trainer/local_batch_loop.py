@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -53,9 +52,11 @@ class LocalBatchLoop(TrainerBatchLoop):
         self.on_poll = context.report_progress
         self._step, self._learning_rate, self._batch_counts = step, learning_rate, batch_counts
         self.periodic_exchange = PeriodicExchange(context, spec.exchange_rule, state, meter.seconds)
-        #: Weights of the steps since the last exchange.
+        #: Weights of the steps since the last exchange; without a loss's weight, numbers of rows.
         self._unexchanged_weights: list[Any] = []
-        state.count_items = self._sum_weights if plan.has_loss_weight else None
+        #: Whether ranks may have different numbers of items in any round, not only in the last one of an epoch.
+        self._has_uneven_rounds = plan.has_loss_weight or isinstance(source, LoaderRows) and source.skips_unreadable
+        state.count_items = self._sum_weights if self._has_uneven_rounds else None
         self._stop_agreement = StopAgreement(context)
         row_nbytes = sum(math.prod(array.shape[1:]) * array.dtype.itemsize for array in source.data)
         max_steps_in_memory = MAX_LAUNCH_NBYTES // max(1, row_nbytes * plan.batch_size)
@@ -76,9 +77,8 @@ class LocalBatchLoop(TrainerBatchLoop):
             n_rounds = max(1, min(self.periodic_exchange.restart_countdown(), self.max_steps_per_launch, n_full_rounds))
             end = min(plan.stop, position + n_rounds * n_ranks * plan.batch_size)
             starts = [position + (i * n_ranks + number) * plan.batch_size for i in range(n_rounds)]
-            if not plan.has_loss_weight:
-                n_rows, is_even = min(end - starts[0], plan.batch_size), n_rounds <= n_full_rounds
-                self.state.count_items = None if is_even else partial(max, 0, n_rows)
+            if not self._has_uneven_rounds:
+                self.state.count_items = self._sum_weights if n_rounds > n_full_rounds else None
             yield BatchGroup(position, starts, end)
             position = end
 
@@ -116,14 +116,16 @@ class LocalBatchLoop(TrainerBatchLoop):
         self._learning_rate.set_value(np.asarray(rate, self._learning_rate.type.dtype))
 
     def _sum_weights(self) -> float:
-        """Return the sum of the weights of this rank's steps since the last exchange."""
-        if not self._unexchanged_weights:
-            return 0.0
-        return float(np.sum(self._step.wait_for_outputs(self._unexchanged_weights), dtype=np.float64))
+        """Return the sum of the weights, or of the rows, of this rank's steps since the last exchange."""
+        weights = self._unexchanged_weights
+        if weights and self.plan.has_loss_weight:
+            weights = self._step.wait_for_outputs(weights)
+        return float(np.sum(weights, dtype=np.float64))
 
     def take_steps(self, rows: list[Any]) -> list[tuple[Any, Any]]:
         steps = self._launch_steps(rows)
-        self._unexchanged_weights += [weight for _, weight in steps if weight is not None]
+        weights = [len(indexes) if weight is None else weight for (_, weight), indexes in zip(steps, rows, strict=True)]
+        self._unexchanged_weights += weights
         return steps
 
     def _launch_steps(self, rows: list[Any]) -> list[tuple[Any, Any]]:
