@@ -206,6 +206,9 @@ class scaled(_ScheduleWrapper):  # noqa: N801 - as above
 class plateau:  # noqa: N801
     """A learning rate that falls when validation has not improved for ``patience`` reports.
 
+    A lower value is better.  If the checkpoints' ``keep_best`` names the first metric of ``validate`` with "max", the
+    trainer passes its negative to `observe`.
+
     Parameters
     ----------
     rate : float
@@ -220,7 +223,7 @@ class plateau:  # noqa: N801
     Attributes
     ----------
     best : float
-        Best value of validation so far.
+        Lowest observed value so far.
     n_bad_reports : int
         Number of reports without an improvement since the best value, or since the rate last fell.
 
@@ -259,7 +262,7 @@ class plateau:  # noqa: N801
         return self.rate
 
     def observe(self, value: float) -> None:
-        """Compare a value of validation with the best one, and lower the rate after ``patience`` worse ones."""
+        """Compare a value with the best one, the lowest, and lower the rate after ``patience`` worse ones."""
         if value < self.best:
             self.best, self.n_bad_reports = value, 0
             return

@@ -102,6 +102,15 @@ def test_master_weights_copy_only_parameters_of_low_precision():
     assert [s.name for s in updates.param_updates] == ["w", "w_velocity"]
 
 
+def test_step_of_master_weights_is_transformed_within_them():
+    w = shared(np.ones(3, "float16"), "w")
+    rule = functools.partial(u.master_weights(u.sgd), learning_rate=0.1)
+    with pytest.raises(ValueError, match=r"keeps a copy of 'w', which scale\(0.5\) .*: expected master_weights\(chain"):
+        u.chain(rule, u.scale(0.5))((w**2).sum(), [w])
+    u.master_weights(u.chain(u.sgd, u.scale(0.5)))((w**2).sum(), [w], learning_rate=0.1)
+    u.chain(u.clip(1.0), rule)((w**2).sum(), [w])
+
+
 def test_master_weights_need_a_rule():
     with pytest.raises(TypeError, match="master_weights: expected an update rule, got 3"):
         u.master_weights(3)

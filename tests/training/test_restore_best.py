@@ -7,7 +7,8 @@ from trainer_model import Model, X, Y
 
 import synkhronos as synk
 from synkhronos import exchange_rules
-from synkhronos.training import CheckpointError, CheckpointFolder, make_trainer
+from synkhronos.training import CheckpointError, CheckpointFolder, Recorder, make_trainer, schedules
+from synkhronos.training.monitoring.recorder import read_records
 from synkhronos.training.updates import momentum, sgd
 
 pytestmark = pytest.mark.skipif(XLA, reason="the trainer's own bookkeeping, and XLA takes seconds to compile")
@@ -56,27 +57,42 @@ def test_restore_best_works_within_a_training(fork, tmp_path):
     model = Model("BSP", rate=raise_rate_until_divergence)
     checkpoints = CheckpointFolder(tmp_path, keep_best="mse")
     epochs = []
-    for report in model.epochs(5, 7, valid=(X, Y), checkpoints=checkpoints):
+    for report in model.epochs(5, 7, valid=(X, Y), checkpoints=checkpoints, recorder=Recorder(tmp_path / "records")):
         epochs.append(report.epoch)
         if len(epochs) == 5:
             best = model.trainer.restore_best()
             assert best.name == "rows-000000000180"
     assert epochs == [1, 2, 3, 4, 5, 4, 5, 6, 7]
     assert checkpoints.load().meta["seen"] == 420
+    records = read_records(tmp_path / "records")
+    assert [line["epoch"] for line in records["reports"]] == [1, 2, 3, 4, 5, 6, 7]
+    assert [line["seen"] for line in records["rank-0"]] == list(range(60, 421, 60))
 
 
 def test_restore_best_accepts_mode_max(fork, tmp_path):
     fork(1)
     x, w = tensor.dmatrix("x"), shared(np.zeros(4), "w")
     loss = ((tensor.dot(x, w) - 1) ** 2).mean()
-    trainer = make_trainer(
-        loss, [w], x, [], sgd, exchange_rules.BSP(), 0.05, validate={"mse": loss, "high": 0 * loss - abs(w[0] - 0.05)}
-    )
+    high = 0 * loss - abs(w[0] - 0.05)
+    trainer = make_trainer(loss, [w], x, [], sgd, exchange_rules.BSP(), 0.05, validate={"mse": loss, "high": high})
     checkpoints = CheckpointFolder(tmp_path, keep=1, keep_best=("high", "max"))
     reports = list(trainer.epochs(X, [], 5, 20, valid=(X, []), patience=2, checkpoints=checkpoints))
     values = [report.validation["high"] for report in reports]
     assert len(values) == np.argmax(values) + 3 < 20  # by the loss, training would have continued
     assert checkpoints.load(checkpoints.find_best()).metrics["high"] == max(values)
+
+
+@pytest.mark.parametrize(("mode", "n_falls"), [("max", 0), ("min", 5)])
+def test_plateau_follows_the_mode_of_the_first_metric(fork, tmp_path, mode, n_falls):
+    fork(1)
+    x, w = tensor.dmatrix("x"), shared(np.zeros(4), "w")
+    loss = (tensor.dot(x, w) ** 2).mean() - w.sum()
+    rate = schedules.plateau(0.05, factor=0.5, patience=1)
+    trainer = make_trainer(loss, [w], x, [], sgd, None, rate, validate={"high": 0 * loss + w[0]})
+    checkpoints = CheckpointFolder(tmp_path, keep_best=("high", mode))
+    values = [r.validation["high"] for r in trainer.epochs(X, [], 30, 6, valid=(X, []), checkpoints=checkpoints)]
+    assert values == sorted(values)
+    assert rate(0) == 0.05 * 0.5**n_falls
 
 
 def test_restore_best_accepts_the_loss(fork, tmp_path):

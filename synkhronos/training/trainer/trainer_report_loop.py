@@ -37,7 +37,7 @@ from synkhronos.training.checkpoints import rank_state
 from synkhronos.training.checkpoints.checkpoint_folder import CheckpointError, CheckpointFolder, is_in_folder
 from synkhronos.training.loops.report_loop import ReportLoop
 from synkhronos.training.loops.stop_signals import get_stop_signal
-from synkhronos.training.monitoring.best_cost import BestCost
+from synkhronos.training.monitoring.best_cost import BestCost, to_cost
 from synkhronos.training.monitoring.meter import RankTotals, resize_totals
 from synkhronos.training.monitoring.nonfinite import describe_nonfinite
 from synkhronos.training.monitoring.recorder import Recorder, TensorBoard
@@ -85,6 +85,8 @@ class TrainerReportLoop(ReportLoop):
         #: Metrics of the last validation whose weights are all 0, which are NaN.
         self.metrics_of_weight_0: set[str] = set()
         self.checkpoint_every = 0 if self.checkpoints is None else self.checkpoints.every
+        #: Number of rows trained on at the last report of this call.
+        self._n_reported_rows = 0
 
     @property
     def position(self) -> TrainerPosition:
@@ -165,6 +167,8 @@ class TrainerReportLoop(ReportLoop):
         self._warn_of_set_learning_rate()
         self.death_policy.refresh_copy()
         position = self.position
+        if position.n_rows_seen < self._n_reported_rows:  # after `Trainer.restore_best`
+            self._remove_later_records(position.n_rows_seen)
         if not position.epoch_position:
             self._begin_epoch()
         self.interval_stop = self._find_interval_stop(position.interval_start)
@@ -376,6 +380,7 @@ class TrainerReportLoop(ReportLoop):
         position.epoch_position = position.interval_start = 0 if is_epoch_over else self.interval_stop
         position.epoch += is_epoch_over
         position.n_rows_of_earlier_epochs += self.data.n_epoch_rows if is_epoch_over else 0
+        self._n_reported_rows = position.n_rows_seen
         report.deaths, self.death_policy.deaths = self.death_policy.deaths, []
         for recorder in self.recorders:
             recorder.write(report.to_record())
@@ -395,10 +400,11 @@ class TrainerReportLoop(ReportLoop):
         return message or f"the learning rate of {report.learning_rate:g} may be too high"
 
     def call_report_hooks(self, report: Report) -> None:
-        """Pass the first metric of the validation, or the loss, to the schedule's ``observe``, if it has one."""
+        """Pass the cost by the first metric of the validation, or the loss, to the schedule's ``observe``, if any."""
         observe: Callable[[float], None] | None = getattr(self.model.schedule, "observe", None)
         if observe is not None:
-            observe(next(iter(report.validation.values()), report.loss))
+            mode = "max" if self.metric == (self.first_metric, "max") else "min"
+            observe(to_cost(report.metrics, (self.first_metric, mode)))
 
     def save(self, report: Report) -> None:
         self._save()

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from synkhronos.checks import check_positive, is_number
+from synkhronos.checks import check_positive, describe, is_number
 from synkhronos.graph_libraries import get_library
 from synkhronos.training.updates.arguments import as_gradients, as_scalar, check_scalars, find_library, parse_params
 from synkhronos.training.updates.flat_gradient import FlatGradient, VectorPieces, split_gradient
@@ -41,7 +41,8 @@ def chain(*parts: Any) -> UpdateRule:
     *parts : transformations, and one update rule
         In the order in which they are applied.  Transformations before the rule change the reduced gradient.  Those
         after the rule change the step, which is subtracted from the parameters: it has the gradient's sign.  The rule
-        is the part with an argument ``weight``, which every rule has and no transformation.
+        is the part with an argument ``weight``, which every rule has and no transformation.  No transformation can
+        follow a rule that keeps copies of the parameters: `master_weights` takes a chain instead.
 
     Examples
     --------
@@ -376,6 +377,13 @@ def _transform_step(
     updates: RuleUpdates, params: list[SharedVariable], transforms: Sequence[Transformation]
 ) -> RuleUpdates:
     """Return updates whose steps are transformed."""
+    for p in params:
+        new = updates.param_updates[p]
+        if any(value is new for shared, value in updates.param_updates.items() if shared is not p):
+            raise ValueError(
+                f"chain: the rule keeps a copy of {describe(p)}, which {_get_name(transforms[0])} after it would not "
+                "change: expected master_weights(chain(rule, transformation))"
+            )
     steps = _apply_transformations(transforms, [p - updates.param_updates[p] for p in params], params)
     library = get_library(*params)
     new_values = OrderedDict(updates.param_updates)
