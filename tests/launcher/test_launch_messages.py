@@ -396,6 +396,11 @@ def test_values_in_quotation_marks_and_dates_are_texts():
         ("(1, 2)", "(1, 2)"),
         ("1,2", "1,2"),
         (r"'\d+'x", r"'\d+'x"),
+        ("1#2", "1#2"),
+        (".5 # a half", ".5 # a half"),
+        ("'#'", "#"),
+        ("1\ny = 2", "1\ny = 2"),
+        ("[1,\n2]", [1, 2]),
     ],
 )
 def test_values_may_have_python_spelling(text, value, recwarn):
@@ -446,6 +451,11 @@ def test_command_line_precedes_environment_and_file(tmp_path, monkeypatch):
     assert resolve_settings([file, {"modelfile": "launch_models.mlp", "modelclass": "MLP"}]).modelclass == "MLP"
     with raises(SettingsError, "modelclass"):  # the file's class stays
         resolve_settings([file, {"modelfile": "launch_models.mlp"}])
+
+
+def test_set_option_with_a_quoted_key_is_refused():
+    with pytest.raises(SettingsError, match="--set: expected a key without quotation marks, got "):
+        parse_set_option('config."a.b"=1')
 
 
 def test_set_options_of_nested_tables_are_merged():

@@ -235,6 +235,7 @@ def test_resume_accepts_another_number_of_ranks(tmp_path):
     pytest.importorskip("safetensors")
     train(tmp_path, "MLP", epochs=1, rule="EASGD", checkpoint=1)
     train(tmp_path, "MLP", "--resume", "--devices=cpu", "--ranks=3", epochs=2, rule="EASGD")
-    assert [report["batch"] for report in read_json_lines(tmp_path, "reports")] == ["2 x 10", "3 x 10"]
+    reports = [(report["batch"], report["seen"]) for report in read_json_lines(tmp_path, "reports")]
+    assert reports == [("2 x 10", 180), ("3 x 10", 360)]
     done = train(tmp_path, "MLP", "--resume", epochs=3, status=1)
     assert re.search(r"CheckpointError: .*rows-0+9 has the state of the rule EASGD, but this run has BSP", done.stderr)

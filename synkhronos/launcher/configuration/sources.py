@@ -8,7 +8,7 @@ import json
 import os
 import tomllib
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from datetime import date, time
 from pathlib import Path
@@ -21,6 +21,8 @@ from synkhronos.launcher.configuration.settings import SETTING_KEYS, Settings, S
 
 #: Prefix of environment variables that are settings.
 ENVIRONMENT_PREFIX = "SYNKHRONOS_"
+#: Errors of `tomllib.loads` and `ast.literal_eval`.
+_PARSE_ERRORS = ValueError, SyntaxError, MemoryError, RecursionError
 #: Settings whose values are strings.
 _STRING_SETTINGS = {"model"} | {setting.name for setting in fields(Settings) if setting.type in ("str", "str | None")}
 
@@ -76,6 +78,8 @@ def parse_set_option(text: str) -> dict[str, Any]:
     names = [name.strip() for name in key.split(".")]
     if not equals or not all(names):
         raise SettingsError(f"--set: expected KEY=VALUE, got {text!r}")
+    if set(key) & set("'\""):
+        raise SettingsError(f"--set: expected a key without quotation marks, got {text!r}")
     check_setting_names({names[0]: None}, "--set")
     parsed = _parse_value(value, names[0])
     for name in reversed(names):
@@ -88,19 +92,36 @@ def _parse_value(text: str, setting: str) -> Any:
 
     Return dates, and any other text, unchanged.
     """
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text = text.strip()
-        with (
-            contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError),  # as `ast.literal_eval` raises
-            warnings.catch_warnings(action="ignore"),  # of the text's escape sequences
-        ):
-            literal = ast.literal_eval(text)
-            value = literal if isinstance(literal, bool | int | float | list | None) else text
+    value = text = text.strip()
+    for parse in (_parse_toml, _parse_literal):
+        with contextlib.suppress(*_PARSE_ERRORS):
+            if not _ends_in_comment(text, parse):
+                value = parse(text)
+                break
     # Unquoted, a folder may be named as a number or a date.
     is_text = setting in _STRING_SETTINGS and not isinstance(value, str) or isinstance(value, date | time)
-    return text.strip() if is_text else value
+    return text if is_text else value
+
+
+def _parse_toml(text: str) -> Any:
+    table = tomllib.loads(f"value = {text}")
+    if len(table) > 1:
+        raise ValueError(f"expected one value, got {text!r}")
+    return table["value"]
+
+
+def _parse_literal(text: str) -> Any:
+    with warnings.catch_warnings(action="ignore"):  # of the text's escape sequences
+        literal = ast.literal_eval(text)
+    return literal if isinstance(literal, bool | int | float | list | None) else text
+
+
+def _ends_in_comment(text: str, parse: Callable[[str], Any]) -> bool:
+    """Whether a parser ignores the end of a text, which may be part of a name such as ``1#2``."""
+    with contextlib.suppress(*_PARSE_ERRORS):
+        parse(f"{text} ]")
+        return True
+    return False
 
 
 def read_environment(environment: Mapping[str, str]) -> dict[str, Any]:

@@ -179,9 +179,10 @@ class ModelReportLoop(ReportLoop):
     def make_report(self) -> Report:
         """Make the report of the epoch.  Its loss is NaN if the class recorded no cost."""
         n_ranks, epoch = self.context.size, self.n_reports + 1
-        n_rows_seen = self.recorder.meter.total_steps * self.recorder.rows_per_step * n_ranks
         elapsed = self._training_ended_at - self.recorder.epoch_start_time
-        report = make_report(self.totals, epoch, n_rows_seen, f"{n_ranks} x {self.recorder.rows_per_step}", elapsed)
+        report = make_report(
+            self.totals, epoch, self.state.n_rows_seen, f"{n_ranks} x {self.recorder.rows_per_step}", elapsed
+        )
         if any(total.weight_sum for total in self.totals) and not math.isfinite(report.loss):
             data = self.model.data.training if isinstance(self.model.data, ModelData) else ()
             arrays = data if isinstance(data, list) else ()

@@ -70,6 +70,8 @@ class ModelState:
             getattr(model, "apply_gradients", None)
         )
         self.n_complete_epochs = 0
+        #: Difference between `n_rows_seen` and the rows of this rank's steps times the number of ranks.
+        self._n_rows_offset = 0
         self.position: dict[str, Any] = {"batch": 0}
         self.best_cost = BestCost()
         context.get_persistent_dict(STORAGE_KEY)["state"] = self._spec.make_state()
@@ -79,6 +81,14 @@ class ModelState:
         """State on which the exchange rule operates.  `restore` replaces it."""
         state: ExchangeState = self.context.get_persistent_dict(STORAGE_KEY)["state"]
         return state
+
+    @property
+    def n_rows_seen(self) -> int:
+        """Number of rows trained on, if all ranks have taken as many steps as this one since the run resumed."""
+        return self._n_rows_offset + self._count_rows_of_steps()
+
+    def _count_rows_of_steps(self) -> int:
+        return self.recorder.meter.total_steps * self.recorder.rows_per_step * self.context.size
 
     @cached_property
     def checkpoints(self) -> CheckpointFolder:
@@ -114,6 +124,7 @@ class ModelState:
                 # States of the global generators of NumPy and `random`, one entry for each rank.
                 "host_generators": [generators for _, generators, *_ in rank_entries],
                 "totals": [steps for _, _, steps, _ in rank_entries],
+                "seen": self.n_rows_seen,
                 "within": [position for *_, position in rank_entries] if is_within_epoch else None,
             }
             (checkpoints or self.checkpoints).save(total_steps, arrays, meta, metrics)
@@ -163,6 +174,9 @@ class ModelState:
         if isinstance(self.exchange_rule, GradientSumRule):
             self.exchange_rule.restore_pending(self.exchange_state)
         self.recorder.meter.total_steps = meta["totals"][context.number % len(meta["totals"])]
+        # Older checkpoints lack "seen".
+        n_rows_seen = meta.get("seen", sum(meta["totals"]) * self.recorder.rows_per_step)
+        self._n_rows_offset = n_rows_seen - self._count_rows_of_steps()
         if context.number < len(meta["host_generators"]):
             set_global_generator_states(meta["host_generators"][context.number])
         if context.number == 0:

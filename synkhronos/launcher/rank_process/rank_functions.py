@@ -123,6 +123,9 @@ def build_model(context: RankContext, settings: Settings, exchange_rule: Exchang
     vector.set(context.broadcast(np.asarray(vector.get()) if context.number == 0 else None))
     track_generators(model)
     variables = group_variables(model, exclude_normalization=exchanged_quantity == "params")
+    if variables.excluded_params and context.number == 0:
+        count = f"{len(variables.excluded_params)} of {len(model.params)} parameters"
+        sys.stdout.write(f"{count}, which are named gamma or beta, are not exchanged: each rank trains its own\n")
     # The class may seed all ranks equally, but their random numbers have to differ.
     for variable in variables.generators:
         library = get_library(variable)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import mmap
 import os
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -77,7 +78,7 @@ class Worker(metaclass=SingletonType):
         self._batch_connection: Connection | None = None
         #: Whether this worker has received no mini-batch since its last request.
         self._is_idle = True
-        self.shared_arrays: dict[int, np.ndarray] = {}
+        self._shared_memories: dict[int, mmap.mmap] = {}
         self.shared_params: list[np.ndarray] = []
         if data_port:
             self.init_mb_sock(data_port, data_hwm)
@@ -164,15 +165,16 @@ class Worker(metaclass=SingletonType):
         return None
 
     def shared(self, array: Any) -> np.ndarray:
-        """Return an array of zeros, of an array's shape and dtype, in memory that the workers of this host share.
+        """Return an array, of another array's shape and dtype, in memory that the workers of this host share.
 
-        Workers that call this for the same number of bytes share one array.
+        There is one memory for each number of bytes, initially zeros: all arrays of as many bytes share it.
         """
         nbytes = int(np.dtype(array.dtype).itemsize * np.prod(array.shape, dtype=int))
-        if nbytes not in self.shared_arrays:
+        memory = self._shared_memories.get(nbytes)
+        if memory is None:
             memory, _ = self._controller.map_memory(f"shared arrays of {nbytes:,} bytes", nbytes, self._timeout)
-            self.shared_arrays[nbytes] = np.ndarray(array.shape, array.dtype, memory)
-        return self.shared_arrays[nbytes]
+            self._shared_memories[nbytes] = memory
+        return np.ndarray(array.shape, array.dtype, memory)
 
     # -- shared parameters -----------------------------------------------------------------------------------------
 

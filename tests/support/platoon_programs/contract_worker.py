@@ -61,7 +61,8 @@ def main(args):
 
     # the lock
     counter = worker.shared(np.zeros(2, "int64"))
-    assert worker.shared(np.zeros(4, "int32")) is counter
+    as_floats = worker.shared(np.zeros((2, 2), "float32"))
+    assert (as_floats.dtype, as_floats.shape) == ("float32", (2, 2)) and np.shares_memory(as_floats, counter)
     for _ in range(40):
         worker.lock()
         value = counter[0]
