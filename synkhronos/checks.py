@@ -10,7 +10,6 @@ import contextlib
 import difflib
 import functools
 import importlib
-import importlib.metadata
 import inspect
 import math
 import operator
@@ -183,8 +182,10 @@ def import_package(module: str, requirement: str, extra: str) -> Any:
 
 def list_versions(packages: Iterable[str]) -> dict[str, str]:
     """Return the versions of the packages that are installed, by name."""
+    from importlib import metadata  # here, since it imports much of the standard library
+
     versions = {}
     for name in packages:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
     return versions

@@ -16,9 +16,10 @@ from pathlib import Path
 _MPI_ERROR_SIGNAL = int(signal.SIGUSR2)
 #: Main program of an agent.  An agent that fails kills itself: mpirun may ignore an exit code, and the other agents
 #: would wait.  The hook is not part of a module, since it also handles the failure to import this package.  Most errors
-#: of MPI are caused by the failure of another host, so they have their own signal (see `find_lost_hosts`).
+#: of MPI are caused by the failure of another host, so they have their own signal (see `find_lost_hosts`).  The package
+#: is not run, only the modules of it that an agent uses: its ``__init__`` imports three times as many.
 _AGENT_PROGRAM = """
-import os, signal, sys
+import importlib.util, os, signal, sys
 
 def kill_agent(error_class, error, traceback):
     sys.__excepthook__(error_class, error, traceback)
@@ -29,6 +30,7 @@ def kill_agent(error_class, error, traceback):
 sys.excepthook = kill_agent
 _, package_folder, address = sys.argv
 sys.path.insert(0, package_folder)
+sys.modules["synkhronos"] = importlib.util.module_from_spec(importlib.util.find_spec("synkhronos"))
 from synkhronos.hosts.agent_main import main
 main(address)
 """
