@@ -190,8 +190,8 @@ class _CodeHasher:
 
     def __init__(self, value: object, covers_values: bool):
         self._covers_values = covers_values
-        #: Namespace and name of variables that this code or functions of their module rebind, such as counters.  They
-        #: are state of a process: ranks may have other values.
+        #: Namespace and name of variables that this code or functions of their module rebind, such as counters, and
+        #: class and name of attributes.  They are state of a process: ranks may have other values.
         self._rebound: set[tuple[int, str]] = set()
         self._scanned_namespaces: set[int] = set()
         self._names_by_code: dict[types.CodeType, tuple[_Paths, _Paths]] = {}
@@ -265,7 +265,9 @@ class _CodeHasher:
             self._add(value.__bases__)
             attributes = vars(value)
             names = (name for name in sorted(attributes) if name not in _GENERATED_ATTRIBUTES)
-            bindings = ((attributes, name, attributes[name]) for name in names)
+            bindings = (
+                (attributes, name, attributes[name]) for name in names if (id(value), name) not in self._rebound
+            )
         for namespace, name, used in bindings:
             self.used_bindings.append((namespace, name, used))
             self._hash.update(name.encode())
@@ -280,6 +282,8 @@ class _CodeHasher:
         for path in stored:
             if (namespace := _find_namespace(function.__globals__, path)) is not None:
                 self._rebound.add((id(namespace), path[-1]))
+            elif len(path) == 2 and isinstance(rebound_class := function.__globals__.get(path[0]), type):
+                self._rebound.add((id(rebound_class), path[1]))
         for path in sorted(loaded):
             namespace = _find_namespace(function.__globals__, path)
             if namespace is not None and id(namespace) not in self._scanned_namespaces:
