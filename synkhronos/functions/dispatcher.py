@@ -27,6 +27,7 @@ from synkhronos.functions.computation import DEFAULT_VARIANT, Computation, RowSe
 from synkhronos.functions.inputs import CallInputWriter, has_only_contiguous_slices
 from synkhronos.ranks import Session
 from synkhronos.replication.replicator import Replicator
+from synkhronos.replication.settings import sync_settings
 
 _key_numbers = itertools.count()
 
@@ -83,11 +84,12 @@ class Dispatcher:
             if self._last_n_master_values != self._replicator.n_values_set_on_master:
                 self._warn_of_master_values()
             self.computation.engine.prepare_call(session)
+            if may_need_compile := variant not in self._compiled_variants:
+                sync_settings(session)
         except Exception as error:
             if has_updates:  # errors of later stages have such a note too
                 error.add_note("The function's updates were applied on no rank.")
             raise
-        may_need_compile = variant not in self._compiled_variants
         return Call(
             self.computation_key, variant, may_need_compile, call_inputs, n_rows, call_batch_s, num_slices, has_updates
         )

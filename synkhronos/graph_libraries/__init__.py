@@ -47,8 +47,8 @@ def register_loaded_libraries() -> None:
 
 
 def list_settings() -> dict[str, dict[str, Any]]:
-    """Return the settings of each loaded library that has any, by import name; see `GraphLibrary.list_settings`."""
-    return {library.name: settings for library in list_loaded_libraries() if (settings := library.list_settings())}
+    """Return the settings of each loaded library, by import name; see `GraphLibrary.list_settings`."""
+    return {library.name: library.list_settings() for library in list_loaded_libraries()}
 
 
 def apply_settings(settings: dict[str, dict[str, Any]]) -> None:

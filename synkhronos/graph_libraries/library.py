@@ -165,10 +165,20 @@ class GraphLibrary(ABC):
         }
 
     def apply_settings(self, settings: Mapping[str, Any]) -> None:
-        """Set the values in the library's ``config`` that `list_settings` has returned in another process."""
+        """Set the values in the library's ``config`` that `list_settings` has returned in another process.
+
+        A value that this process's script had set, and the other's has not, becomes the default.
+        """
+        own_settings = self.list_settings()
         for variable, name, _ in self._list_config_variables():
-            if name in settings and variable.__get__(self.package.config, None) != settings[name]:
-                variable.__set__(self.package.config, settings[name])
+            if name in settings:
+                value = settings[name]
+            elif name in own_settings and variable.is_default:  # neither a flag nor a file has set it
+                value = variable.default
+            else:
+                continue
+            if variable.__get__(self.package.config, None) != value:
+                variable.__set__(self.package.config, value)
 
     # -- variables -------------------------------------------------------------------------------------------
 

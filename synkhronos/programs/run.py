@@ -29,6 +29,7 @@ from synkhronos.ranks import ArrayLocation, Command, Rank, Session
 from synkhronos.ranks.program_memory import ProgramMemoryLayout
 from synkhronos.ranks.program_peers import ProgramPeers
 from synkhronos.replication.replicator import CodePickler, distribute_variables, pickle_by_value
+from synkhronos.replication.settings import sync_settings
 from synkhronos.replication.user_code import (
     QualifiedName,
     UserCode,
@@ -88,6 +89,7 @@ def run(program: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         session.wait_until_idle()
         function_keys: list[Any] = []
         published_arrays: list[ArrayLocation] = []
+        sync_settings(session)
         pickled_program = _pickle_program(session, (program, args, kwargs), function_keys, published_arrays)
         layout = ProgramMemoryLayout(0, session.size, session.size + _N_EXTRA_LOCKS)
         segment = session.memory.create_segment(layout.nbytes)

@@ -43,6 +43,7 @@ from synkhronos.graph_libraries.library import get_storage, observe_set_value, s
 from synkhronos.ranks import ArrayLocation, Command, Rank, Session
 from synkhronos.ranks.pickle_buffers import measure_buffers, read_buffers, write_buffers
 from synkhronos.replication.random_streams import JumpStreams, jump_shared_to_rank, reserve_streams
+from synkhronos.replication.settings import sync_settings
 from synkhronos.replication.user_code import (
     CACHED_FUNCTION_TYPE,
     QualifiedName,
@@ -195,6 +196,7 @@ class Replicator:
         keyed = [(("shared", next(_key_numbers)), shared) for shared in shareds if self.get_key(shared) is None]
         code = None
         if session.size > 1:
+            sync_settings(session)
             offsets = [reserve_streams(session, shared) for _, shared in keyed]
             # The order is topological: pickle follows references, and would recurse through the depth of the graph.
             nodes = library.sort_nodes(variables) if library is not None else []

@@ -1,10 +1,10 @@
-"""Settings that workers inherit from the master: seeds and NumPy's floating-point error handling."""
+"""Settings that workers inherit from the master: seeds, NumPy's error handling, flags of the graph library."""
 
 import random
 
 import numpy as np
 import pytest
-from library import DEVICE, INTERPRETED, PythonOp
+from library import DEVICE, INTERPRETED, PythonOp, package
 from library import tensor as T
 
 import synkhronos as synk
@@ -102,3 +102,28 @@ def test_workers_inherit_numpy_error_settings_except_call(two_ranks_per_test):
             master, worker = (WAYS[int(number)] for number in f(np.ones(2)))
         assert master == how
         assert worker == ("warn" if how in ("call", "log") else how)
+
+
+class IsFloat32(PythonOp):
+    """Op that returns 1 on ranks of which ``config.floatX`` is float32."""
+
+    def compute(self, x):
+        return np.array([float(package.config.floatX == "float32")])
+
+
+def get_floatx(context):
+    return package.config.floatX
+
+
+def test_workers_compile_with_library_settings_changed_after_fork(two_ranks_per_test, monkeypatch):
+    x = T.dvector("x")
+    f = synk.function([x], [(IsFloat32()(x), "gather")], mode=INTERPRETED)
+    monkeypatch.setattr(package.config, "floatX", "float32")
+    assert f(np.ones(2))[0].tolist() == [1, 1]
+    package.config.floatX = "float64"
+    assert f(np.ones(2), output_subset=[0])[0].tolist() == [0, 0]  # compiles another variant
+
+
+def test_programs_run_with_library_settings_changed_after_fork(two_ranks_per_test, monkeypatch):
+    monkeypatch.setattr(package.config, "floatX", "float32")
+    assert synk.run(get_floatx) == ["float32"] * 2
