@@ -34,6 +34,7 @@ from synkhronos.replication.user_code import (
     QualifiedName,
     UserCode,
     find_outdated_names,
+    get_qualified_name,
     import_hook_modules,
     is_importable,
     list_import_hook_modules,
@@ -234,7 +235,7 @@ class _ProgramPickler(CodePickler):
         return None
 
     def _is_by_value(self, value: Any) -> bool:
-        return (value.__module__, value.__qualname__) in self.outdated or not is_importable(value)
+        return get_qualified_name(value) in self.outdated or not is_importable(value)
 
 
 class _ProgramUnpickler(pickle.Unpickler):

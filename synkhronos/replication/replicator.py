@@ -49,6 +49,8 @@ from synkhronos.replication.user_code import (
     QualifiedName,
     UserCode,
     find_outdated_names,
+    get_function_op_arguments,
+    get_qualified_name,
     import_hook_modules,
     is_importable,
     is_user_module,
@@ -382,6 +384,11 @@ class CodePickler(cloudpickle.Pickler):
                 return value.__qualname__
             if isinstance(value, CACHED_FUNCTION_TYPE):  # pickle would send its name
                 return _cache_function, (value.__wrapped__, value.cache_parameters())
+        if (arguments := get_function_op_arguments(value)) is not None and is_user_module(arguments[0].__module__):
+            is_by_value = self._is_by_value(value)
+            self._code.add(value, not is_by_value)
+            if is_by_value:
+                return type(value), arguments
         if isinstance(value, ModuleType) and value.__name__ in self._modules_by_value:
             # Cloudpickle's way would recurse without end for modules that import each other.
             state = {name: content for name, content in vars(value).items() if not name.startswith("__")}
@@ -389,7 +396,7 @@ class CodePickler(cloudpickle.Pickler):
         return super().reducer_override(value)
 
     def _is_by_value(self, value: Any) -> bool:
-        return value.__module__ in self._modules_by_value or not is_importable(value)
+        return get_qualified_name(value)[0] in self._modules_by_value or not is_importable(value)
 
 
 class _GraphPickler(CodePickler):

@@ -28,9 +28,8 @@ import numpy as np
 _MISSING = object()
 #: Type of functions that `functools.cache` has wrapped.
 CACHED_FUNCTION_TYPE = type(functools.cache(len))
-#: Attributes with the code that wrappers of other packages call.
+#: Attributes with the code that wrappers without ``__wrapped__`` call.
 _WRAPPER_ATTRIBUTES: dict[type, tuple[str, ...]] = {
-    CACHED_FUNCTION_TYPE: ("__wrapped__",),
     functools.cached_property: ("func",),
     functools.partial: ("func", "args", "keywords"),
     functools.partialmethod: ("func", "args", "keywords"),
@@ -67,9 +66,9 @@ class UserCode:
         self._digests: list[bytes] = []
 
     def add(self, value: Any, is_by_name: bool) -> None:
-        """Record a class or function that was pickled by name, or by value."""
+        """Record a class or function, or an Op that is made of a function, that was pickled by name, or by value."""
         if is_by_name:
-            self._by_name[value.__module__, value.__qualname__] = value
+            self._by_name[get_qualified_name(value)] = value
         else:
             self._by_value.append(value)
 
@@ -141,10 +140,31 @@ def import_hook_modules(modules: Iterable[str]) -> None:
         importlib.import_module(module)
 
 
+def get_function_op_arguments(value: Any) -> tuple[Any, ...] | None:
+    """Return the arguments of the constructor of an Op that ``wrap_py`` or ``as_op`` has made of a function.
+
+    The first is the function.  Return None for other values.
+    """
+    if type(value).__name__ != "FromFunctionOp":
+        return None
+    attributes = vars(value)
+    return tuple(
+        attributes[name] for name in ("_FromFunctionOp__fn", "itypes", "otypes", "_FromFunctionOp__infer_shape")
+    )
+
+
+def get_qualified_name(value: Any) -> QualifiedName:
+    """Return the name of a class or function, or of an Op that has replaced its function in a module."""
+    if (arguments := get_function_op_arguments(value)) is not None:
+        value = arguments[0]
+    return value.__module__, value.__qualname__
+
+
 def is_importable(value: Any) -> bool:
-    """Whether a class or function can be imported by its module and name."""
-    imported: Any = sys.modules.get(value.__module__)
-    for part in value.__qualname__.split("."):
+    """Whether a class or function, or an Op that is made of a function, can be imported by its module and name."""
+    module, qualname = get_qualified_name(value)
+    imported: Any = sys.modules.get(module)
+    for part in qualname.split("."):
         imported = getattr(imported, part, None)
     return imported is value
 
@@ -177,8 +197,8 @@ class _CodeHasher:
     """Hash of a class or function with the user code that it uses, directly or through other user code.
 
     Code is used if a name refers to it, as global variable, default argument, closure or ``module.name``: a class, a
-    function, a wrapper such as `functools.partial`, or the class of an object.  Without ``covers_values``, global
-    variables with other values are left out.
+    function, a wrapper such as `functools.partial` or one with an attribute ``__wrapped__``, or the class of an object.
+    Without ``covers_values``, global variables with other values are left out.
 
     Attributes
     ----------
@@ -251,8 +271,15 @@ class _CodeHasher:
             for attribute in attributes:
                 content = getattr(value, attribute)
                 self._add(tuple(sorted(content.items())) if isinstance(content, dict) else content)
-        elif is_user_module(type(value).__module__):
-            self._add(type(value))
+        elif (arguments := get_function_op_arguments(value)) is not None:
+            function, itypes, otypes, infer_shape = arguments
+            self._add((function, repr((itypes, otypes)), infer_shape))
+        else:
+            # A function that Numba or JAX compiles.  Not `hasattr`, since proxies have any attribute.
+            if (wrapped := getattr(value, "__dict__", {}).get("__wrapped__")) is not None:
+                self._add(wrapped)
+            if is_user_module(type(value).__module__):
+                self._add(type(value))
 
     def _add_definition(self, value: Any) -> None:
         """Add the code of a class or function, and the names that it uses."""

@@ -142,6 +142,34 @@ def test_user_op_defined_in_a_function_works(fork):
     assert call_with_ones(make_gather_function(Negative())) == [-1.0] * 5
 
 
+WRAP_FUNCTION = "wrap_py" if NAME == "pytensor" else "as_op"
+FUNCTION_OP = f"""
+from {NAME}.compile.ops import {WRAP_FUNCTION}
+from {NAME}.tensor import dvector
+
+@{WRAP_FUNCTION}(itypes=[dvector], otypes=[dvector])
+def scale(x):
+    return scaled(x) * FACTOR
+"""
+
+
+def test_op_made_of_a_function_is_sent_again(fork, write):
+    module = importlib.import_module(write(tail=FUNCTION_OP))
+    fork(2)
+    old = make_gather_function(module.scale)
+    assert call_with_ones(old) == [2.0] * 5
+    write(tail=FUNCTION_OP.replace("FACTOR", "15"))
+    importlib.reload(module)
+    assert call_with_ones(make_gather_function(module.scale)) == [30.0] * 5
+    assert call_with_ones(old) == [2.0] * 5
+
+
+def test_op_made_of_a_function_defined_after_fork_works(two_ranks_per_test):
+    namespace = {"scaled": lambda value: value * 2, "FACTOR": 3.0, "__name__": "__main__"}
+    exec(FUNCTION_OP, namespace)
+    assert call_with_ones(make_gather_function(namespace["scale"])) == [6.0] * 5
+
+
 def test_unchanged_user_code_is_sent_once(fork, write, monkeypatch):
     module = importlib.import_module(write(tail="def unused():\n    return FACTOR\n"))
     fork(2)
@@ -165,6 +193,10 @@ def test_unchanged_user_code_is_sent_once(fork, write, monkeypatch):
         "import numpy as np\nh = np.vectorize(lambda x: {k} * x)",
         "class C:\n    def __call__(self, x): return {k} * x\nh = C()",
         "def decorate(f): return lambda x: f(x)\n@decorate\ndef h(x): return {k} * x",
+        pytest.param(
+            "import numba\n@numba.njit\ndef h(x): return {k} * x",
+            marks=pytest.mark.skipif(NAME == "theano", reason="Numba"),
+        ),
     ],
 )
 def test_user_code_in_wrappers_and_attributes_of_modules_is_sent_again(fork, write, tmp_path, definition):
