@@ -143,6 +143,9 @@ def _make_record_dtype(dtypes: tuple[np.dtype | None, ...]) -> np.dtype:
 
 def _reduce_scalars(rank: Rank, outputs_by_call: Sequence[RankOutputs]) -> list[Any]:
     """Return the results of calls whose records fit into one message.  In workers, each result is None."""
+    for outputs in outputs_by_call:
+        if outputs.n_rows:
+            _check_scalar_dtypes(outputs, rank.number)
     if len(outputs_by_call) == 1 and rank.size < _MIN_RANKS_OF_ARRAY:
         (outputs,) = outputs_by_call
         messages = rank.gather_bytes(b"" if rank.is_master else _pack_records(outputs_by_call))
@@ -165,11 +168,27 @@ def _reduce_scalars(rank: Rank, outputs_by_call: Sequence[RankOutputs]) -> list[
     return results
 
 
+def _check_scalar_dtypes(outputs: RankOutputs, rank_number: int) -> None:
+    """Raise TypeError if the dtype of a scalar is not that of its output's type.
+
+    The record would cast it.  An operation written in Python may also return a Python number.
+    """
+    for i, (value, dtype) in enumerate(zip(outputs.values, outputs.spec.scalar_dtypes or (), strict=True)):
+        if dtype is None or getattr(value, "dtype", None) == dtype:
+            continue
+        own_dtype = np.asarray(value).dtype
+        if own_dtype != dtype and (hasattr(value, "dtype") or not np.can_cast(own_dtype, dtype, "same_kind")):
+            raise TypeError(
+                f"output {i}: an operation must return the dtype of its output's type, {dtype}, but rank {rank_number} "
+                f"has {own_dtype}"
+            )
+
+
 def _reduce_messages(outputs: RankOutputs, messages: Sequence[bytes], own_number: int) -> list[Any]:
     """Reduce one call's records in the master, one rank after another.  The master's own values are in ``outputs``."""
     dtypes = outputs.spec.scalar_dtypes or ()
     contributions = []
-    for r, message in enumerate(messages):
+    for r, message in enumerate(map(bytearray, messages)):  # writable: the result of "gather" may be a view
         n_rows, values = outputs.n_rows, outputs.values
         if r != own_number:
             n_rows, values, offset = int.from_bytes(message[:8], "little"), [], 8

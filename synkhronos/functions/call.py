@@ -261,26 +261,28 @@ class RankCall:
 
         The ranks agree that all selected rows exist before any rank computes, so that a wrong index changes nothing.
         """
-        lengths = self._get_sliceable_lengths()
+        lengths, rank = self._get_sliceable_lengths(), self._rank
+        names = [shared.name for shared in self.computation.sliceable_shareds]
+        description = f"sliceable_shareds: {names} have {lengths} rows on rank {rank.number}"
         if self.call.batch_s is None:
             if min(lengths) != max(lengths):
-                names = [shared.name for shared in self.computation.sliceable_shareds]
                 raise ValueError(
-                    f"sliceable_shareds: {names} have {lengths} rows on rank {self._rank.number}; "
-                    "num_slices needs equally many rows in all of them, or batch_s to select rows"
+                    f"{description}; num_slices needs equally many rows in all of them, or batch_s to select rows"
                 )
             return range(lengths[0])
-        selected, problem, rows = self.call.batch_s[self._rank.number], None, None
+        selected, problem = self.call.batch_s[rank.number], None
+        batch_s = selected.view(rank.segments) if isinstance(selected, ArrayLocation) else selected
+        rows: Selection = range(0)
         try:
-            if isinstance(selected, ArrayLocation):
-                rows = select_rows(selected.view(self._rank.segments), min(lengths), "batch_s")
-            else:
-                rows = range(min(lengths))[selected]
+            rows, *others = [select_rows(batch_s, length, "batch_s") for length in sorted(set(lengths))]
+            if not all(np.array_equal(rows, other) for other in others):
+                problem = ValueError, f"{description}, and batch_s selects different rows of them"
         except IndexError as error:
-            problem = f"{error} on rank {self._rank.number}"
-        problems = [p for p in self._rank.all_gather_if_different(problem) if p is not None]
-        if problems or rows is None:
-            self._rank.raise_common_error(IndexError(problems[0]))
+            problem = IndexError, f"{error} on rank {rank.number}"
+        problems = [p for p in rank.all_gather_if_different(problem) if p is not None]
+        if problems:
+            error_class, message = problems[0]
+            rank.raise_common_error(error_class(message))
         return rows
 
     def compute(self) -> None:

@@ -61,6 +61,10 @@ class CallInputWriter:
                 raise TypeError(
                     f"{self.computation.name} has no input {name!r}; its inputs are {list(self._positions)}"
                 )
+            if [spec.name for spec in specs].count(name) > 1:
+                raise TypeError(
+                    f"{self.computation.name}: several inputs have the name {name!r}; pass them by position"
+                )
             if values[position] is not _MISSING:
                 raise TypeError(f"{self.computation.name}: input {name!r} was given twice")
             values[position] = value

@@ -8,7 +8,19 @@ from batches import draw_batch
 from function_cases import RNG, CountFunctions, X, assert_close
 from hypothesis import example, given
 from hypothesis import strategies as st
-from library import INTERPRETED, NAME, XLA, PythonOp, function, is_array, limit_examples, package, read_results, shared
+from library import (
+    INTERPRETED,
+    NAME,
+    XLA,
+    Apply,
+    PythonOp,
+    function,
+    is_array,
+    limit_examples,
+    package,
+    read_results,
+    shared,
+)
 from library import tensor as T
 from messages import raises
 from system import time_limit
@@ -135,6 +147,35 @@ def test_other_dtypes_on_some_ranks_are_refused(op, n_items, two_ranks_per_test)
         with raises(TypeError, "output 0"):
             f(np.repeat([first, second], n_items))
     assert f(np.repeat([0.5, 3.5], n_items))[0] == (0.5 if op == "gather" else 4)
+
+
+class DeclareInteger(PythonOp):
+    """Op that returns half the first number, although it declares an integer."""
+
+    def make_node(self, x):
+        return Apply(self, [x], [T.lscalar()])
+
+    def compute(self, x):
+        return np.asarray(x[0] / 2)
+
+
+@pytest.mark.skipif(XLA, reason="XLA's values have the dtypes of the graph")
+@pytest.mark.parametrize("n", [2, 5])
+@pytest.mark.parametrize("op", ["gather", "sum"])
+def test_other_dtypes_of_scalars_are_refused(fork, n, op):
+    fork(n)
+    x = T.dvector("x")
+    f = synk.function([x], (DeclareInteger()(x), op), mode=INTERPRETED)
+    with pytest.raises(TypeError, match="^output 0: .* output's type, int64, but rank 0 has float64"):
+        f(np.ones(n))
+
+
+@pytest.mark.skipif(XLA, reason="XLA's results are read-only, as its arrays are")
+def test_gathered_scalar_of_one_rank_is_writable(fork):
+    fork(3)
+    s = shared(np.arange(5.0), "s")
+    f = synk.function([], (s.sum(), "gather"), sliceable_shareds=[s])
+    assert f(batch_s=[[], [2], []]).flags.writeable
 
 
 @pytest.mark.parametrize("n", [2, 3])

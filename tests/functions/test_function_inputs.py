@@ -250,3 +250,11 @@ def test_build_inputs_makes_data_for_the_inputs(difference, two_ranks_per_test):
         synk.function([T.fvector("z")]).build_inputs(Y)
     forced = synk.function([T.fvector("z")]).build_inputs(Y, force_cast=True)
     assert isinstance(forced, synk.Data) and forced.dtype == "float32"
+
+
+def test_name_of_several_inputs_is_refused(two_ranks_per_test):
+    first, second = T.dvector("x"), T.dvector("x")
+    f = synk.function([first, second], ((first - second).sum(), "sum"), name="f")
+    assert float(f(np.ones(3), np.zeros(3))) == 3
+    with raises(TypeError, "several"):
+        f(np.ones(3), x=np.zeros(3))
