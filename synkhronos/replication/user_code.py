@@ -267,17 +267,8 @@ class _CodeHasher:
             if value.dtype.kind != "O" and not self._is_first_pass:
                 update(f"{value.dtype} {value.shape}".encode())
                 update(np.ascontiguousarray(value).tobytes())
-        elif attributes := _WRAPPER_ATTRIBUTES.get(type(value)):
-            for attribute in attributes:
-                content = getattr(value, attribute)
-                self._add(tuple(sorted(content.items())) if isinstance(content, dict) else content)
-        elif (arguments := get_function_op_arguments(value)) is not None:
-            function, itypes, otypes, infer_shape = arguments
-            self._add((function, repr((itypes, otypes)), infer_shape))
         else:
-            # A function that Numba or JAX compiles.  Not `hasattr`, since proxies have any attribute.
-            if (wrapped := getattr(value, "__dict__", {}).get("__wrapped__")) is not None:
-                self._add(wrapped)
+            self._add(_list_wrapped(value))
             if is_user_module(type(value).__module__):
                 self._add(type(value))
 
@@ -318,12 +309,25 @@ class _CodeHasher:
                 self._rebound |= {(id(namespace), name) for name in _find_rebound_globals(namespace)}
             if namespace is not None and path[-1] in namespace and (id(namespace), path[-1]) not in self._rebound:
                 value = namespace[path[-1]]
-                is_code = isinstance(value, (type, types.FunctionType, *_WRAPPER_ATTRIBUTES))
+                is_code = isinstance(value, type | types.FunctionType) or _list_wrapped(value)
                 if not (is_code or self._covers_values):
                     continue
                 if len(path) > 1 and not isinstance(value, types.ModuleType):
                     self.used_attributes[namespace["__name__"], path[-1]] = value
                 yield namespace, path[-1], value
+
+
+def _list_wrapped(value: object) -> tuple[Any, ...]:
+    """Return the code that a wrapper calls, with its other arguments.  Return an empty tuple for other values."""
+    if attributes := _WRAPPER_ATTRIBUTES.get(type(value)):
+        contents = (getattr(value, attribute) for attribute in attributes)
+        return tuple(tuple(sorted(c.items())) if isinstance(c, dict) else c for c in contents)
+    if (arguments := get_function_op_arguments(value)) is not None:
+        function, itypes, otypes, infer_shape = arguments
+        return function, repr((itypes, otypes)), infer_shape
+    # Functions that Numba or JAX compiles have it.  Not `getattr`, since proxies have any attribute.
+    wrapped = getattr(value, "__dict__", {}).get("__wrapped__")
+    return () if wrapped is None else (wrapped,)
 
 
 def _digest_constant(constant: object) -> bytes:

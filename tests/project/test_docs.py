@@ -235,6 +235,12 @@ def test_contributing_first_change_works(fork, monkeypatch):
     assert list_documented_ops(before + gather + documented + after.replace(documented, "")) == list(REDUCE_OPS)
     columns, expected = ([match.end() for match in re.finditer(" {2,}", line)] for line in (documented, gather))
     assert columns == expected
+    monkeypatch.syspath_prepend(ROOT / "tests" / "devices")
+    test_reduce_op = importlib.import_module("test_reduce_op")  # the file to which the page adds a test
+    monkeypatch.setitem(REDUCE_OPS, *next(iter(test_reduce_op.ROW.items())))
+    synk.close()
+    fork(2)
+    test_reduce_op.test_own_reduction_is_listed_in_error_messages(None, None)
 
 
 def test_contributing_complete_test_passes(fork):
