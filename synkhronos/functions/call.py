@@ -270,7 +270,8 @@ class RankCall:
                     f"{description}; num_slices needs equally many rows in all of them, or batch_s to select rows"
                 )
             return range(lengths[0])
-        selected, problem = self.call.batch_s[rank.number], None
+        selected = self.call.batch_s[rank.number]
+        problem: tuple[type[Exception], str] | None = None
         batch_s = selected.view(rank.segments) if isinstance(selected, ArrayLocation) else selected
         rows: Selection = range(0)
         try:

@@ -17,6 +17,7 @@ from synkhronos.devices import find_device, get_rank_device
 from synkhronos.functions.arguments import build_computation, is_single_output
 from synkhronos.functions.computation import DEFAULT_VARIANT, Computation
 from synkhronos.functions.dispatcher import Dispatcher, distribute_scheduled, schedule_distribution
+from synkhronos.graph_libraries.library import call_set_value_callbacks
 from synkhronos.replication.replicator import register_shareds
 from synkhronos.variable_types import SharedVariable
 
@@ -194,11 +195,14 @@ class Function:
         Returns
         -------
         ndarray, or list of ndarray
-            Nothing is scattered or reduced; updates change the master's shared variables only.
+            Nothing is scattered or reduced.  Updates change the master's shared variables only.  The next call that
+            reads one of them on all ranks warns.
         """
         plain = [np.asarray(arg) if isinstance(arg, Data) else arg for arg in args]
         named = {key: np.asarray(arg) if isinstance(arg, Data) else arg for key, arg in kwargs.items()}
         result = self._plain_function(*plain, **named)
+        for shared, _ in self._computation.updates + self._computation.default_updates:
+            call_set_value_callbacks(shared)  # the function may have overwritten the old value's array
         if isinstance(result, list | tuple):
             return result[0] if self._is_single_output else list(result)
         return [] if result is None else result if self._is_single_output else [result]

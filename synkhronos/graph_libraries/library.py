@@ -76,7 +76,8 @@ def find_referenced_storages(storages: Sequence[list[Any]]) -> list[list[Any]]:
     return [storage for storage in storages if getrefcount(storage[0]) > 2]
 
 
-#: Functions that are called with the object, a shared variable and its old value after the user's ``set_value``.
+#: Functions that are called with the object, a shared variable and its old value, or None if that is unknown, after the
+#: user's ``set_value``, and after another change of the master's value alone.
 set_value_callbacks: WeakKeyDict[Any, Callable[[Any, SharedVariable, Any], None]] = WeakKeyDict()
 
 
@@ -90,11 +91,16 @@ def observe_set_value(shared_class: Any) -> None:
     def set_value(shared: SharedVariable, *args: Any, **kwargs: Any) -> None:
         old_value = get_storage(shared)[0]
         original(shared, *args, **kwargs)
-        for owner in set_value_callbacks:
-            if (callback := set_value_callbacks.get(owner)) is not None:
-                callback(owner, shared, old_value)
+        call_set_value_callbacks(shared, old_value)
 
     shared_class.set_value = set_value
+
+
+def call_set_value_callbacks(shared: SharedVariable, old_value: Any = None) -> None:
+    """Call `set_value_callbacks` after a change of a shared variable's value."""
+    for owner in set_value_callbacks:
+        if (callback := set_value_callbacks.get(owner)) is not None:
+            callback(owner, shared, old_value)
 
 
 def make_key_files_atomic(key_data_class: Any) -> None:

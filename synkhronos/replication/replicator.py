@@ -104,8 +104,8 @@ class Replicator:
         session.replacement_callbacks[self] = Replicator._separate_streams
         #: Number of values that the user has set on the master alone, by the variables' own ``set_value``.
         self.n_values_set_on_master = 0
-        #: Values that the user has replaced on the master alone, None for long ones.  A collective on a variable
-        #: removes its value.
+        #: Values that the user has replaced on the master alone, None for long and unknown ones.  A collective on a
+        #: variable removes its value.
         self._replaced_values: WeakKeyDict[Any, Any] = WeakKeyDict()
         #: Variables whose values the user lets differ between ranks, and those that a warning has named.
         self._unwatched_shareds: WeakKeyDict[Any, bool] = WeakKeyDict()
@@ -144,8 +144,8 @@ class Replicator:
         library = get_library(shared)
         if library.is_array(shared) and not library.is_generator(shared):
             if shared not in self._replaced_values:
-                is_small = old_value.size * old_value.dtype.itemsize <= _MAX_KEPT_NBYTES
-                self._replaced_values[shared] = old_value if is_small else None
+                is_kept = old_value is not None and old_value.size * old_value.dtype.itemsize <= _MAX_KEPT_NBYTES
+                self._replaced_values[shared] = old_value if is_kept else None
             self.n_values_set_on_master += 1
             session.registry.get_or_create(CollectiveCache).clear()
 
@@ -173,9 +173,9 @@ class Replicator:
             if not session.run(CompareReplicas(self.get_key(shared))):
                 self._unwatched_shareds[shared] = True
                 warnings.warn(
-                    f"{name} reads {describe(shared)}, which set_value() has changed on rank {session.rank.number} "
-                    "alone: synkhronos.broadcast() sends the value to all ranks; where ranks should differ, use "
-                    "synkhronos.set_value() instead",
+                    f"{name} reads {describe(shared)}, which set_value() or as_theano() has changed on rank "
+                    f"{session.rank.number} alone: synkhronos.broadcast() sends the value to all ranks; where ranks "
+                    "should differ, use synkhronos.set_value() instead",
                     RuntimeWarning,
                     stacklevel=stacklevel,
                 )

@@ -51,6 +51,13 @@ def test_call_warns_once_of_a_value_on_the_master_alone(w):
     assert list_warnings(f) == list_warnings(g) == []
 
 
+def test_call_warns_of_an_update_by_as_theano(w):
+    f = make_function(w, updates=[(w, w * 2)])
+    f.as_theano(X)
+    (warning,) = list_warnings(f)
+    assert "'w', which set_value() or as_theano() has changed on rank 0 alone" in warning
+
+
 def test_first_call_of_a_function_warns_if_the_ranks_have_the_variable(w):
     make_function(w)
     w.set_value(np.zeros(3))
