@@ -353,7 +353,7 @@ class GetValue(Command):
         for replica in prepare_replicas(rank, rank.get_objects(self.variable_keys)):
             layouts: list[ArrayLayout | None] = [None] * rank.size
             layouts[self.source_rank] = replica.layouts[self.source_rank]
-            own = replica.device.transfers.as_bytes(replica.value) if rank.number == self.source_rank else None
+            own = replica.device.transfers.as_byte_source(replica.value) if rank.number == self.source_rank else None
             out = None
             if rank.is_master:
                 allocate = get_rank_device(rank).transfers.empty_in_host_memory

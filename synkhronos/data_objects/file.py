@@ -29,7 +29,7 @@ class FileData(ReadOnlyData):
 
     def __init__(self, path: str, minibatch: bool, name: str):
         self.path = self._source = os.path.abspath(path)
-        shape, dtype, self._offset = _read_header(self.path)
+        shape, dtype, self._offset = _locate_array(self.path)
         super().__init__(dtype, len(shape), minibatch, name)
         with self._session.call_lock:
             self._session.wait_until_idle()
@@ -97,7 +97,7 @@ def read_npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
     return (formats.read_array_header_1_0 if is_first_version else formats.read_array_header_2_0)(file)
 
 
-def _read_header(path: str) -> tuple[tuple[int, ...], np.dtype, int]:
+def _locate_array(path: str) -> tuple[tuple[int, ...], np.dtype, int]:
     """Return an array's shape, its dtype, and its offset in the file in bytes."""
     with open(path, "rb") as file:
         try:

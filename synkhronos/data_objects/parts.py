@@ -240,14 +240,14 @@ def redistribute_rows(
     """
     n_ranks = ranks_by_host[-1].stop
     n_steps, parts = len(rows) // (rows_per_rank * n_ranks), split_selection(range(length), n_ranks)
-    rows, columns = rows[: n_steps * rows_per_rank * n_ranks], []
+    rows, rows_by_host = rows[: n_steps * rows_per_rank * n_ranks], []
     starts = [host_ranks.start * rows_per_rank * n_steps for host_ranks in ranks_by_host]
     for host_ranks, own in zip(ranks_by_host, np.split(np.sort(rows), starts[1:]), strict=True):
         first, last = host_ranks[0], host_ranks[-1]
         parts[first] = range(min(parts[first].start, int(own[0])), parts[first].stop)
         parts[last] = range(parts[last].start, max(parts[last].stop, int(own[-1]) + 1))
-        columns.append(rows[(rows >= own[0]) & (rows <= own[-1])].reshape(n_steps, -1))
-    return np.concatenate(columns, axis=1).ravel(), parts
+        rows_by_host.append(rows[(rows >= own[0]) & (rows <= own[-1])].reshape(n_steps, -1))
+    return np.concatenate(rows_by_host, axis=1).ravel(), parts
 
 
 def iterate_batches_of_own_rows(length: int, rows_per_batch: int, n_ranks: int) -> Iterator[np.ndarray]:

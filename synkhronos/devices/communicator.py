@@ -83,7 +83,7 @@ class Communicator(ABC):
 
         ``array`` is None on a rank that contributes nothing, ``out`` on all ranks but the root.  The contributors are
         in ascending order.  A device's communicator may require all ranks; that of ``NUMPY`` accepts any, and as
-        ``array`` a device's ``HostTransfers.as_bytes`` of an array.
+        ``array`` a device's ``HostTransfers.as_byte_source`` of an array.
         """
 
     @abstractmethod
@@ -99,7 +99,7 @@ class Communicator(ABC):
     ) -> None:
         """Copy rank r's array into the root's ``out[r]``; None stands for a rank that contributes or gets nothing.
 
-        In host memory, ``array`` may be a device's ``HostTransfers.as_bytes`` of an array.
+        In host memory, ``array`` may be a device's ``HostTransfers.as_byte_source`` of an array.
         """
 
     @abstractmethod

@@ -87,7 +87,7 @@ class Device(ABC):
     def to_numpy_many(self, values: Sequence[Any], leaves_large: bool = False) -> list[Any]:
         """Convert several arrays to NumPy at once.  Values of other types are returned unchanged.
 
-        With ``leaves_large``, large arrays may be returned unchanged, too, as `HostTransfers.as_bytes` reads them
+        With ``leaves_large``, large arrays may be returned unchanged, too, as `HostTransfers.as_byte_source` reads them
         without a copy of the whole.  By default they are converted.
         """
         return [self.to_numpy(value) if self.owns(value) else value for value in values]
@@ -242,6 +242,6 @@ class HostTransfers:
         """Return a new NumPy array of undefined content, for a large result that is copied into it."""
         return np.empty(shape, dtype)
 
-    def as_bytes(self, value: Array) -> np.ndarray | ByteSource:
+    def as_byte_source(self, value: Array) -> np.ndarray | ByteSource:
         """Return an array's bytes, as a vector of uint8 if they are in host memory."""
         return np.ascontiguousarray(self._device.to_numpy(value)).reshape(-1).view(np.uint8)

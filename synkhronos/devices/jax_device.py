@@ -92,7 +92,7 @@ class JaxDevice(CudaDevice):
     def nccl_call_mode(self) -> nccl_handlers.NcclCallMode:
         """The way in which XLA calls NCCL: the environment variable's value, or "python" without a compiler."""
         mode = nccl_handlers.read_nccl_call_mode()
-        return "python" if mode == "python" or nccl_handlers.load_handlers() is None else mode
+        return "python" if mode == "python" or nccl_handlers.register_handlers() is None else mode
 
     # -- arrays ----------------------------------------------------------------------------------------------
 
@@ -193,7 +193,7 @@ class JaxDevice(CudaDevice):
         if not self._is_large(value):
             return np.asarray(value)
         array = self.staging.empty_in_host_memory(value.shape, value.dtype)  # JAX's own copy takes longer
-        self.staging.as_bytes(value).copy_to(array.reshape(-1).view(np.uint8), 0)
+        self.staging.as_byte_source(value).copy_to(array.reshape(-1).view(np.uint8), 0)
         return array
 
     def _is_large(self, value: Array) -> bool:

@@ -336,7 +336,7 @@ def _gather_large_arrays(rank: Rank, value: Any, layouts: dict[int, ArrayLayout]
     """Concatenate large arrays along axis 0 in the master.  ``value`` is None on a rank without rows."""
     communicator = NUMPY.get_communicator(rank)
     all_layouts = [layouts.get(r) for r in range(rank.size)]
-    own = None if value is None else find_device(value).transfers.as_bytes(value)
+    own = None if value is None else find_device(value).transfers.as_byte_source(value)
     if not rank.is_master:
         communicator.gather(own, rank.master_rank, all_layouts, None)
         return None
@@ -370,7 +370,7 @@ def _reduce_large_arrays(
         if reduce_op.needs_row_counts:
             own = own * np.asarray(weights[rank.number], accumulator_dtype)
         if device is not NUMPY:
-            own = device.transfers.as_bytes(own)
+            own = device.transfers.as_byte_source(own)
     out = get_rank_device(rank).transfers.empty_in_host_memory(shape, accumulator_dtype) if rank.is_master else None
     op_name = "sum" if reduce_op.is_mean else op
     NUMPY.get_communicator(rank).reduce(

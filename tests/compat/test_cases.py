@@ -46,6 +46,10 @@ def check_case(case, mode):
             np.testing.assert_allclose(value, reference, rtol=2e-5, atol=2e-5, err_msg=kind)
 
 
+def test_all_cases_of_the_table_are_computed():
+    assert TABLE.keys() == {case.name for case in cases.CASES}
+
+
 @pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
 def test_compat_case_equals_theano(case):
     check_case(case, "FAST_COMPILE")

@@ -182,7 +182,7 @@ def read_traits():
     """Print the handlers' declarations as XLA reads them."""
     from synkhronos.devices.jax.xla_ffi import _METADATA, CallFrame, _Api, _Extension, _Metadata
 
-    library = nccl_handlers.load_handlers()
+    library = nccl_handlers.register_handlers()
     for name in (nccl_handlers.START_TARGET, nccl_handlers.FINISH_TARGET):
         metadata = _Metadata(struct_size=ctypes.sizeof(_Metadata))
         extension = _Extension(ctypes.sizeof(_Extension), _METADATA, None, ctypes.pointer(metadata))

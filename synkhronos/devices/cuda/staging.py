@@ -219,7 +219,7 @@ class Staging(HostTransfers):
                 list(threads.map(lambda part: part.fill(0), np.array_split(pages, n_threads)))
         return array
 
-    def as_bytes(self, value: Array) -> GpuBytes:
+    def as_byte_source(self, value: Array) -> GpuBytes:
         """Wait until an array is computed, and return its bytes."""
         self._device.wait([value])
         return GpuBytes(self, self._device.as_contiguous(value))

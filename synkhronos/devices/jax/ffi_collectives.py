@@ -146,7 +146,7 @@ class FfiCollectives:
         another number of items, ValueError is raised.  RuntimeError is raised if NCCL has failed, the connection was
         aborted, or the launch has made another number of collectives than ``n_collectives``.
         """
-        handlers = nccl_handlers.load_handlers()
+        handlers = nccl_handlers.register_handlers()
         self._launch_shape = shape
         try:
             state = communicator.begin_native_calls()

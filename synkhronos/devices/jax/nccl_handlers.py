@@ -41,7 +41,7 @@ def read_nccl_call_mode() -> NcclCallMode:
 
 
 @cache
-def load_handlers() -> Any:
+def register_handlers() -> Any:
     """Register the library of handlers with XLA, and return it.  If it can't be used, log why, and return None."""
     try:
         library = ctypes.CDLL(str(get_or_compile_handlers()))
