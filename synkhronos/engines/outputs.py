@@ -173,8 +173,9 @@ def _check_scalar_dtypes(outputs: RankOutputs, rank_number: int) -> None:
 
     The record would cast it.  An operation written in Python may also return a Python number.
     """
-    for i, (value, dtype) in enumerate(zip(outputs.values, outputs.spec.scalar_dtypes or (), strict=True)):
-        if dtype is None or getattr(value, "dtype", None) == dtype:
+    for i, dtype in enumerate(outputs.spec.scalar_dtypes or ()):
+        value = outputs.values[i]
+        if dtype is None or getattr(value, "dtype", None) is dtype:  # nearly always
             continue
         own_dtype = np.asarray(value).dtype
         if own_dtype != dtype and (hasattr(value, "dtype") or not np.can_cast(own_dtype, dtype, "same_kind")):
