@@ -24,6 +24,7 @@ from pytensor.graph.fg import FunctionGraph
 from pytensor.printing import debugprint
 from pytensor.raise_op import CheckAndRaise
 from pytensor.scalar.basic import AND, OR, Add, Composite, Mul, ScalarMaximum, ScalarMinimum, ScalarOp, Switch, upcast
+from pytensor.scalar.math import PolyGamma
 from pytensor.scan.op import Scan
 from pytensor.tensor import subtensor
 from pytensor.tensor.basic import (
@@ -155,13 +156,14 @@ def _compute_in_graph_dtype(lowering: Callable[..., Any]) -> Callable[..., Any]:
         scalar_op = getattr(op, "scalar_op", None)
         if node is None or isinstance(scalar_op, Composite):
             return default
-        # The other inputs are a condition, or the axis of `Join`, which in newer PyTensor is an attribute.
-        start = 1 if isinstance(scalar_op, Switch) or (isinstance(op, Join) and not hasattr(op, "axis")) else 0
+        # The other inputs are a condition, an order, or the axis of `Join`, which in newer PyTensor is an attribute.
+        is_first_other = isinstance(scalar_op, Switch | PolyGamma) or (isinstance(op, Join) and not hasattr(op, "axis"))
+        start = int(is_first_other)
         dtypes = {v.type.dtype for v in node.inputs[start:]}
         dtype = node.outputs[0].type.dtype
         if dtype == "bool" and dtypes:
             dtype = upcast(*dtypes)
-        if np.dtype(dtype).kind not in "fc" or dtypes <= {dtype} or not all(np.can_cast(d, dtype) for d in dtypes):
+        if np.dtype(dtype).kind not in "fc" or dtype in dtypes or not all(np.can_cast(d, dtype) for d in dtypes):
             return default
         jax_dtype = jax.dtypes.canonicalize_dtype(dtype)
         return lambda *inputs: default(*inputs[:start], *(jnp.asarray(x, jax_dtype) for x in inputs[start:]))
