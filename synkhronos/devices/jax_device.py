@@ -21,6 +21,7 @@ from synkhronos.devices.jax.scalar_log import LogEntry
 from synkhronos.devices.jax.xla_communicator import XlaCommunicator
 from synkhronos.devices.reduce_op import ReduceOp
 from synkhronos.ranks import Rank
+from synkhronos.ranks.interrupts import defer_signals
 from synkhronos.variable_types import Array
 
 
@@ -131,7 +132,8 @@ class JaxDevice(CudaDevice):
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         """Return a new array of zeros: XLA has no uninitialized arrays."""
-        array = self._zeros(tuple(shape), dtype)
+        with defer_signals():  # XLA would turn the exception of a handler into a RuntimeError while it compiles
+            array = self._zeros(tuple(shape), dtype)
         # Work that is enqueued later on XLA's stream, such as NCCL's, needs no wait.
         return array if self._launches_inline else array.block_until_ready()
 

@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 from gpu_commands import (
+    BUSY_LIMIT,
     FAULT_LIMIT,
     FAULTS,
     ON_GPUS,
@@ -230,7 +231,10 @@ def test_failed_step_keeps_earlier_ones_that_gpus_still_compute(failing_rank, op
         keep_busy()
         train(rows, [])
         ranks.get_session().run(FailNextLaunch("raise", failing_rank))
-        with time_limit(FAULT_LIMIT), pytest.raises((synk.WorkerError, ArithmeticError), match="the sum is odd"):
+        with (
+            time_limit(BUSY_LIMIT + FAULT_LIMIT),
+            pytest.raises((synk.WorkerError, ArithmeticError), match="the sum is odd"),
+        ):
             train(rows, [])
         for _ in range(2):
             alone(rows, [])

@@ -26,6 +26,8 @@ RNG = np.random.default_rng(11)
 N_RANKS = int(os.environ.get("SYNKHRONOS_TEST_RANKS", "2"))
 #: Maximal seconds from a fault to its error: a process that has used a GPU takes one or two to exit.
 FAULT_LIMIT = 5
+#: Seconds for which `make_busy_function` may keep a GPU busy that other processes use, too.
+BUSY_LIMIT = 30
 
 
 def raise_error():
