@@ -163,7 +163,7 @@ def _compute_in_graph_dtype(lowering: Callable[..., Any]) -> Callable[..., Any]:
         dtype = node.outputs[0].type.dtype
         if dtype == "bool" and dtypes:
             dtype = upcast(*dtypes)
-        if np.dtype(dtype).kind not in "fc" or dtype in dtypes or not all(np.can_cast(d, dtype) for d in dtypes):
+        if np.dtype(dtype).kind not in "fc" or dtypes <= {dtype} or not all(np.can_cast(d, dtype) for d in dtypes):
             return default
         jax_dtype = jax.dtypes.canonicalize_dtype(dtype)
         return lambda *inputs: default(*inputs[:start], *(jnp.asarray(x, jax_dtype) for x in inputs[start:]))

@@ -82,6 +82,7 @@ def test_float32_graphs_compute_in_float32(two_ranks_per_test):
         (lambda i, x: T.eq(i, x), ("int64", "float32")),
         (lambda i, x: (x.sum(dtype="float64"), x.mean(dtype="float64")), ("int64", "float32")),
         (lambda i, x: x.prod(dtype="float64"), ("int64", "float32")),
+        (lambda i, x: (i[1] + x[2]) + x.sum(dtype="float64"), ("int64", "float32")),
         (lambda i, x: T.polygamma(T.minimum(i, 2), x), ("int64", "float64")),
     ],
 )
