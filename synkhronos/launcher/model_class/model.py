@@ -347,8 +347,12 @@ class Model:
         recorder.end("calc")
         n_costs = 1 if self.error is None else 2
         values = list(map(_snapshot_value, self.step_outputs))
-        weight = len(batch[0]) if self.weights_by_rows else 1 if self.weight is None else values[n_costs]
-        recorder.train_error(count, *values[:n_costs], weight=weight)
+        options: dict[str, Any] = {}  # other recorders, such as Theano-MPI's, take no weight
+        if self.weights_by_rows:
+            options["weight"] = len(batch[0])
+        elif self.weight is not None:
+            options["weight"] = values[n_costs]
+        recorder.train_error(count, *values[:n_costs], **options)
 
     @property
     def weights_by_rows(self) -> bool:
