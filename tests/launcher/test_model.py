@@ -185,7 +185,7 @@ def test_model_names_a_nan_row():
     recorder.write_line()
     run = SimpleNamespace(
         context=SimpleNamespace(size=1), recorder=recorder, totals=[recorder.meter.get_totals(0.1)],
-        _training_ended_at=recorder.epoch_start_time + 1, n_reports=1,
+        state=SimpleNamespace(n_rows_seen=10), _training_ended_at=recorder.epoch_start_time + 1, n_reports=1,
         model=_make(data=([np.arange(5), rows], []), batch_size=1, inputs=[], params=[]),
     )  # fmt: skip
     with pytest.raises(
