@@ -276,7 +276,8 @@ class RankCall:
         rows: Selection = range(0)
         try:
             rows, *others = [select_rows(batch_s, length, "batch_s") for length in sorted(set(lengths))]
-            if not all(np.array_equal(rows, other) for other in others):
+            # Rows beyond the shortest variable are not used, but rows counted from the end would be different ones.
+            if not all(np.array_equal(rows, [row for row in other if row < min(lengths)]) for other in others):
                 problem = ValueError, f"{description}, and batch_s selects different rows of them"
         except IndexError as error:
             problem = IndexError, f"{error} on rank {rank.number}"
