@@ -186,6 +186,16 @@ class VariableReplica:
         )
 
 
+def _store_on_all_or_no_rank(rank: Rank, replicas: Sequence[VariableReplica], arrays: Sequence[Any]) -> None:
+    """Store the results of a collective on all ranks or, after an interrupt of the master, on none of them."""
+
+    def store() -> None:
+        for replica, array in zip(replicas, arrays, strict=True):
+            replica.store(array)
+
+    rank.run_on_all_or_no_rank(store)
+
+
 @dataclass(frozen=True, slots=True)
 class Broadcast(Command):
     """Copy the master's values to every rank."""
@@ -226,6 +236,8 @@ class Scatter(Command):
                     yield RowAccess(value, rows if value.shape else None)
 
     def run(self, rank: Rank) -> None:
+        """Read this rank's rows, then store them on all ranks, or after an interrupt of the master on none of them."""
+        new_values = []
         for key, value, rows in zip(self.variable_keys, self.values, self.rows[rank.number], strict=True):
             if rows is None:
                 continue
@@ -235,7 +247,13 @@ class Scatter(Command):
             shared = rank.get_object(key)
             library = get_library(shared)
             device = get_array_device(library.borrow_value(shared))
-            library.store_value(shared, device.transfers.read_rows(rank, value, selection))
+            new_values.append((library, shared, device.transfers.read_rows(rank, value, selection)))
+
+        def store() -> None:
+            for library, shared, array in new_values:
+                library.store_value(shared, array)
+
+        rank.run_on_all_or_no_rank(store)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,10 +294,12 @@ class AllGather(Command):
                 )
             rows = sum(shape[0] for shape, _ in replica.layouts)
             replica.check_shape((rows, *replica.layouts[0][0][1:]), "all_gather")
+        arrays = []
         for replica in replicas:
             concatenated, out = _allocate_gathered(replica.transport_device, replica.layouts, 0)
             replica.communicator.all_gather(replica.get_contiguous(), replica.layouts, out)
-            replica.store(concatenated)
+            arrays.append(concatenated)
+        _store_on_all_or_no_rank(rank, replicas, arrays)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,13 +322,15 @@ class ReduceScatter(Command):
             shares.append(split_selection(range(shape[0]), rank.size))
             for share in shares[-1]:
                 replica.check_shape((len(share), *shape[1:]), "reduce_scatter")
+        arrays = []
         for replica, rows in zip(replicas, shares, strict=True):
             shape, dtype = replica.layouts[0]
             n_items = math.prod(shape[1:])
             bounds = [0, *(share.stop * n_items for share in rows)]
             out = replica.transport_device.empty((len(rows[rank.number]), *shape[1:]), dtype)
             replica.communicator.reduce_scatter(replica.get_contiguous(), self.op, bounds, out)
-            replica.store(out)
+            arrays.append(out)
+        _store_on_all_or_no_rank(rank, replicas, arrays)
 
 
 @dataclass(frozen=True, slots=True)

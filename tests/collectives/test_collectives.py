@@ -1,6 +1,8 @@
 """Collectives of shared variables: results, which equal NumPy's in rank order, accepted arguments, and refusals."""
 
 import functools
+import itertools
+import signal
 
 import numpy as np
 import pytest
@@ -14,6 +16,8 @@ from messages import raises
 
 import synkhronos as synk
 from synkhronos.data_objects.rows import get_share_slice
+from synkhronos.graph_libraries import get_library
+from synkhronos.ranks.command_barriers import CommandBarriers
 from synkhronos.ranks.control_memory import SCRATCH_NBYTES
 
 INTEGERS = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
@@ -766,3 +770,73 @@ def test_nccl_option_is_ignored_in_host_memory(n, nccl):
     synk.all_gather(s, nccl=nccl)
     synk.broadcast(s, nccl=nccl)
     assert_values(s, [np.full(2 * n, n - 1.0)] * n)
+
+
+#: Collectives that change a variable, and the ranks' values after them, from those before them.
+CHANGING = {
+    "broadcast": (synk.broadcast, lambda old, master: [old[master]] * len(old)),
+    "broadcast of a value": (
+        lambda s: synk.broadcast(s, np.ones(s.get_value().shape)),
+        lambda old, master: [np.ones_like(value) for value in old],
+    ),
+    "scatter": (lambda s: synk.scatter(s, np.ones(12)), lambda old, master: [np.ones(12 // len(old))] * len(old)),
+    "reduce": (
+        lambda s: synk.reduce(s, "sum"),
+        lambda old, master: [sum(old) if r == master else value for r, value in enumerate(old)],
+    ),
+    "all_reduce": (lambda s: synk.all_reduce(s, "sum"), lambda old, master: [sum(old)] * len(old)),
+    "all_gather": (synk.all_gather, lambda old, master: [np.concatenate(old)] * len(old)),
+    "reduce_scatter": (
+        lambda s: synk.reduce_scatter(s, "sum"),
+        lambda old, master: [sum(old)[get_share_slice(len(old[0]), len(old), r)] for r in range(len(old))],
+    ),
+}
+
+
+def interrupt_at(monkeypatch, moment):
+    """Interrupt this process at a moment: the ``moment``-th beginning or end of a barrier or of a variable's change."""
+    moments = itertools.count(1)
+
+    def patch(owner, name):
+        original = getattr(owner, name)
+
+        def called(*arguments):
+            if next(moments) == moment:
+                signal.raise_signal(signal.SIGINT)
+            result = original(*arguments)
+            if next(moments) == moment:
+                signal.raise_signal(signal.SIGINT)
+            return result
+
+        monkeypatch.setattr(owner, name, called)
+
+    patch(CommandBarriers, "arrive_and_wait")
+    patch(type(get_library(get_variable())), "store_value")
+
+
+SMALL, LARGE = 24, 2 * SCRATCH_NBYTES // 8 + 8
+
+
+@pytest.mark.parametrize(
+    ("collective", "size"),
+    # A long array is broadcast, and reduced in the master, in place.
+    [*((name, SMALL) for name in CHANGING), *((name, LARGE) for name in list(CHANGING)[-3:])],
+)
+def test_interrupted_collective_changes_the_variable_on_all_ranks_or_none(n, master, monkeypatch, collective, size):
+    run, compute_new = CHANGING[collective]
+    s, old = get_variable(), [np.full(size, r + 2.0) for r in range(n)]
+    new = compute_new(old, master)
+    for moment in itertools.count(1):
+        set_values(s, old)
+        with monkeypatch.context() as patch:
+            interrupt_at(patch, moment)
+            try:
+                run(s)
+            except KeyboardInterrupt:
+                pass
+            else:
+                break
+        values = get_values(s, n)
+        assert any(all(map(np.array_equal, values, expected)) for expected in (old, new)), (moment, values)
+    assert moment > 2 or n == 1
+    assert_values(s, new)
