@@ -99,6 +99,8 @@ class Model:
         Whether the step has means over the rows of all ranks, such as batch normalization with ``sync=True``.
     step_outputs : list of shared variables
         Cost of the last step, followed by its error and weight if the model has them.
+    weights_by_rows : bool
+        Whether costs are weighted by rows: the loader may skip rows, and the model has no ``weight``.
     """
 
     batch_size = 100
