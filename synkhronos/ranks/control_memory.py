@@ -28,8 +28,6 @@ from synkhronos.ranks.segments import create_unlinked_file, map_file
 
 #: Number of bytes of the mailbox; a longer command is written into a segment of its own.
 MAILBOX_NBYTES = 1 << 18
-#: Number of entries of `ControlMemory.valid_flags`: one page.
-N_VALID_FLAGS = mmap.PAGESIZE // 4
 #: Number of bytes of a slot, in which a rank publishes a value at a barrier.
 SLOT_NBYTES = 1 << 16
 #: Index of a rank's slot for its exception report; barriers use slots 0 and 1 in turn.
@@ -57,7 +55,7 @@ _SEMAPHORE_NBYTES = 64  # a cache line; no system's semaphore is larger
 def _compute_offsets(size: int, n_local: int, link_nbytes: int) -> tuple[int, int, int, int, int, int]:
     """Return the offsets of the valid flags, the mailbox, scratch memory, semaphores, the link's memory, and slots."""
     flags = _round_to_pages((_N_WORDS + _N_RANK_WORDS * size) * 8)
-    mailbox = flags + 4 * N_VALID_FLAGS
+    mailbox = flags + mmap.PAGESIZE
     scratch = mailbox + MAILBOX_NBYTES
     semaphores = scratch + 2 * n_local * SCRATCH_NBYTES
     link = semaphores + (size + 1) * _SEMAPHORE_NBYTES
